@@ -1,0 +1,62 @@
+# Every target makes its own virtual environment in .venv first; nothing needs to be installed before.
+# `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH ?= $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)) # _x.py is a helper, not a benchmark
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test demo lint types unit format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "  PYTHON=python3.12 chooses the interpreter of .venv, BENCH=benchmarks/x.py one benchmark"
+
+test: lint types unit ## format, lint, types and every test: what has to pass before a change is merged
+
+demo: $(STAMP) ## show what a rescaling does to SGD and not to the path geometry
+	@$(BIN)/python -m pathsgd.demo
+
+lint: $(STAMP) ## check formatting and lint
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "==> ruff check"
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## check types, strictly
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+unit: $(STAMP) ## run the tests, the doctests and the import-direction check
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest
+
+format: $(STAMP) ## rewrite the sources into the house format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## run every file of benchmarks/, or those named by BENCH
+	@set -e; for file in $(BENCH); do echo "==> $$file"; $(BIN)/python $$file; done
+
+venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "pathsgd needs Python 3.10 or newer and '$(PYTHON)' is not: name one that is, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'" >&2; \
+	  exit 1; }
+	@echo "==> making $(VENV) with $(PYTHON)"
+	@log=$$($(PYTHON) -m venv --clear $(VENV) 2>&1) || { \
+	  echo "could not make $(VENV): install Python's venv module (Debian, Ubuntu: apt install python3-venv) or name another Python with PYTHON=... ($$(echo "$$log" | tail -n 1))" >&2; \
+	  exit 1; }
+	@echo "==> installing pathsgd and its development tools (torch is large: the first time takes minutes)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	  echo "could not install the versions named in constraints.txt: see pip's message above" >&2; \
+	  exit 1; }
+	@touch $@
+
+clean: ## delete .venv, caches and build outputs
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,17 @@
+"""Rescaling-invariant training for PyTorch."""
+
+from pathsgd.errors import PathError as PathError
+from pathsgd.errors import RescaleError as RescaleError
+from pathsgd.errors import TraceError as TraceError
+from pathsgd.geometry.balance import balance as balance
+from pathsgd.geometry.equivalence import Equivalence as Equivalence
+from pathsgd.geometry.equivalence import rescaling_equivalent as rescaling_equivalent
+from pathsgd.geometry.norms import group_norm as group_norm
+from pathsgd.geometry.norms import path_norm as path_norm
+from pathsgd.geometry.rescale import rescale as rescale
+from pathsgd.geometry.rescale import unbalance as unbalance
+from pathsgd.geometry.scales import path_scales as path_scales
+from pathsgd.graph.path_graph import PathGraph as PathGraph
+from pathsgd.graph.trace import trace as trace
+
+__version__ = "0.1.0"

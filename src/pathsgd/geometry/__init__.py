@@ -1,0 +1,1 @@
+"""Numbers on the structure: scales, norms, rescalings."""

@@ -1,0 +1,155 @@
+"""The incoming weights of every unit: the groups over which mu_{p,q} is taken.
+
+A unit is where weighted edges meet: everything summed into one place by additions that nothing else
+looks into is one unit, as in the paper's graph. So a bias belongs to its linear layer, both matrices
+and both biases of a recurrence belong to its hidden unit, and the three edges of a batch norm to its
+affine output. A convolution's channel is one unit, not one per place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.convolution import by_output
+from pathsgd.geometry.weights import Tensors, edge_weights
+from pathsgd.graph.nodes import Add, Conv, Linear, Scale, Shape, Source
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.units import Units
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operation's share of the weights into a family of units."""
+
+    node: int
+    operation: Linear | Conv | Scale | Source
+    layout: Shape
+    """Where this part's rows lie, broadcastable to the units' layout."""
+    units: Shape
+    """The layout of the family: a shape that broadcasts to the value's."""
+
+    def rows(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        """The signed weights, one row per unit."""
+        weight = edge_weights(self.operation.weight, tensors, dtype).to(dtype)
+        return self._spread(self._by_unit(weight))
+
+    def tails(self, units: Units) -> Tensor:
+        """The class each weight of ``rows`` comes from; one row if all units have the same."""
+        edge = units.edges[self.node]
+        if isinstance(self.operation, Linear):
+            return edge.tail.expand(1, self.operation.weight.shape[1])
+        shape = self.operation.weight.shape
+        if isinstance(self.operation, Conv) and not self.operation.transposed:
+            return self._spread(edge.tail.expand(shape).flatten(1))
+        return self._spread(self._by_unit(edge.tail.expand(shape)))
+
+    def heads(self, units: Units) -> Tensor:
+        """The class of every unit of the family."""
+        edge = units.edges[self.node]
+        if isinstance(self.operation, Linear):
+            head = edge.head.expand(self.operation.weight.shape[0], 1)
+        else:
+            head = self._by_unit(edge.head.expand(self.operation.weight.shape))[:, :1]
+        return self._spread(head).flatten()
+
+    def _by_unit(self, weight: Tensor) -> Tensor:
+        match self.operation:
+            case Linear():
+                return weight
+            case Conv():
+                return by_output(self.operation, weight).flatten(1)
+            case _:
+                return weight.reshape(-1, 1)
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        """Rows repeated where the family has more units than this part has rows."""
+        if math.prod(self.layout) == math.prod(self.units):
+            return rows
+        index = torch.arange(rows.shape[0]).reshape(self.layout).expand(self.units).flatten()
+        return rows[index.to(rows.device)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A family of units with the parts that lead into them."""
+
+    parts: tuple[Part, ...]
+
+
+def unit_groups(graph: PathGraph) -> list[Group]:
+    """The families of units that have trainable incoming weights, each weight in exactly one use."""
+    consumers: list[list[int]] = [[] for _ in graph.nodes]
+    for k, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            consumers[source].append(k)
+
+    def root(k: int) -> int:
+        while k not in graph.ends and len(consumers[k]) == 1:
+            (after,) = consumers[k]
+            if not isinstance(graph.nodes[after].operation, Add):
+                break
+            k = after
+        return k
+
+    families: dict[int, list[int]] = {}
+    for k, weight in graph.weights():
+        if weight.parameter is not None:
+            families.setdefault(root(k), []).append(k)
+    groups: list[Group] = []
+    seen: set[tuple[tuple[str, ...], ...]] = set()
+    for members in families.values():
+        # The same weights at another time, or at another call of the same module, are the same units.
+        names = tuple(_identity(graph, k) for k in members)
+        fresh = names not in seen and not any(set(names) <= set(other) for other in seen)
+        seen.add(names)
+        if fresh:
+            groups.append(_group(graph, members))
+    return [g for g in groups if not _contained(graph, g, groups)]
+
+
+def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
+    operation = graph.nodes[k].operation
+    assert isinstance(operation, (Linear, Conv, Scale, Source))
+    parameter = operation.weight.parameter
+    assert parameter is not None
+    factors = tuple(f"{factor.name}{factor.literal}" for factor in operation.weight.factors)
+    return (type(operation).__name__, parameter.name, repr(parameter.views), *factors)
+
+
+def _contained(graph: PathGraph, group: Group, groups: list[Group]) -> bool:
+    """A recurrence's first step has fewer weights than its others: not a unit of its own."""
+    own = {_identity(graph, part.node) for part in group.parts}
+    return any(
+        own < {_identity(graph, part.node) for part in other.parts}
+        for other in groups if other is not group
+    )  # fmt: skip
+
+
+def _group(graph: PathGraph, members: list[int]) -> Group:
+    layouts = []
+    for k in members:
+        node = graph.nodes[k]
+        operation = node.operation
+        ndim = len(node.shape)
+        match operation:
+            case Linear(weight):
+                layouts.append((1,) * (ndim - 1) + (weight.shape[0],))
+            case Conv():
+                layouts.append((1, node.shape[1]) + (1,) * (ndim - 2))
+            case Scale(weight) | Source(weight):
+                layouts.append((1,) * (ndim - len(weight.shape)) + weight.shape)
+            case _:
+                raise AssertionError(f"{operation} has no weights")
+    ndim = max(map(len, layouts))
+    padded = [(1,) * (ndim - len(layout)) + layout for layout in layouts]
+    units = torch.broadcast_shapes(*padded)
+    return Group(
+        tuple(
+            Part(k, graph.nodes[k].operation, layout, units)  # type: ignore[arg-type]
+            for k, layout in zip(members, padded, strict=True)
+        )
+    )

@@ -1,0 +1,144 @@
+"""Magnitudes of a network: the path norm phi_p, the group norm mu_{p,q}, and the path vector."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.flow import flow_of, in_range
+from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.scaled import Arithmetic, Scaled, shift
+from pathsgd.geometry.scales import check_p
+from pathsgd.geometry.weights import Tensors
+from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.trace import Example, trace
+
+
+def path_norm(
+    model: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    p: float = 2,
+    *,
+    per_output: bool = False,
+    log: bool = False,
+    region: int | None = None,
+) -> Tensor | list[Tensor]:
+    """``phi_p(w) = (sum over paths of |product of weights|^p)^(1/p)``, differentiable.
+
+    Args:
+        per_output: the norm of the paths into each output unit instead, one tensor for each of the
+            model's outputs (at batch one).
+        log: the natural logarithm of the norm, finite at any depth.
+        region: the norm of one region (numbered as in ``print(graph)``) of a model that is not one
+            network of paths from its inputs to its outputs.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+    >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
+    >>> path_norm(model, p=1).item()
+    3.0
+    """
+    check_p(p)
+    graph = trace(model, example_input)
+    tensors = graph.tensors(model)
+    ends = _measured(graph, region)
+    if per_output and region is None:
+        ends = list(graph.outputs)
+    arithmetic, values = _forward(graph, tensors, p)
+    found = [values[k] for k in ends]
+    if per_output:
+        return [_rooted(arithmetic, value, log) for value in found]
+    sums = [
+        arithmetic.reduce(
+            Scaled(value.mantissa.reshape(-1), _flat_exponent(value)), [0]
+        )
+        for value in found if value.mantissa.numel()
+    ]  # fmt: skip
+    if not sums:
+        return torch.tensor(-math.inf if log else 0.0, dtype=arithmetic.dtype)
+    return _rooted(arithmetic, arithmetic.add(sums), log).reshape(())
+
+
+def _flat_exponent(value: Scaled) -> Tensor | None:
+    if value.exponent is None:
+        return None
+    return value.exponent.expand(value.mantissa.shape).reshape(-1)
+
+
+def _forward(graph: PathGraph, tensors: Tensors, p: float) -> tuple[Arithmetic, list[Scaled]]:
+    """The forward pass in plain floats if they are enough, else with exponents."""
+    with torch.no_grad():
+        plain = flow_of(graph, tensors, p)
+        trusted = in_range(plain, plain.forward())
+    flow = flow_of(graph, tensors, p, exponents=not trusted)
+    return flow.arithmetic, flow.forward()
+
+
+def _rooted(arithmetic: Arithmetic, x: Scaled, log: bool) -> Tensor:
+    """``x^(1/p)`` or its logarithm. A dead output gives 0 (or -inf) and no gradient instead of NaN."""
+    alive = x.mantissa > 0
+    base = torch.where(alive, x.mantissa, 1)
+    if log:
+        value = base.log() / arithmetic.unit
+        if x.exponent is not None:
+            # Integer times float would be rounded to torch's default dtype.
+            value = value + torch.where(alive, x.exponent, 0).to(value.dtype) * math.log(2)
+        return torch.where(alive, value, -math.inf)
+    value = arithmetic.root(base)
+    if x.exponent is not None:
+        value = shift(value, torch.where(alive, x.exponent, 0))
+    return torch.where(alive, value, 0)
+
+
+def _measured(graph: PathGraph, region: int | None) -> list[int]:
+    """The nodes whose path weights are summed: the ends of the one region asked for."""
+    regions = graph.parameter_regions()
+    if region is not None:
+        if not 0 <= region < len(regions):
+            raise PathError(f"there is no region {region}; the graph has {len(regions)}")
+        return [k for k in graph.ends if graph.regions[k] == regions[region]]
+    if len(regions) > 1:
+        reasons = sorted(set(graph.boundaries.values()))
+        raise PathError(
+            f"{graph.model} is not one network of paths but {len(regions)} regions "
+            f"({'; '.join(reasons) or 'parts that are not connected'}); pass region=0 to "
+            f"{len(regions) - 1} to measure one of them (print(trace(model, example_input)) shows them)"
+        )
+    if not regions:
+        raise PathError(f"no parameter of {graph.model} lies on a path")
+    return [k for k in graph.ends if graph.regions[k] == regions[0]]
+
+
+def group_norm(
+    model: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    p: float = 2,
+    q: float = math.inf,
+) -> Tensor:
+    """``mu_{p,q}(w) = (sum over units (sum over incoming weights |w|^p)^(q/p))^(1/q)``, differentiable.
+
+    A convolution's channel is one unit, a recurrent unit is one unit at all times, a batch norm's
+    affine output is a unit, and biases are incoming weights. Fixed edges do not count.
+    """
+    check_p(p)
+    if not q >= 1:
+        raise PathError(f"Invalid q: {q} (group norms need 1 <= q <= inf)")
+    graph = trace(model, example_input)
+    tensors = graph.tensors(model)
+    norms = unit_norms(graph, tensors, p)
+    if not norms.numel():
+        return norms.new_zeros(())
+    return torch.linalg.vector_norm(norms, ord=q)
+
+
+def unit_norms(graph: PathGraph, tensors: Tensors, p: float) -> Tensor:
+    """The l_p norm of the incoming weights of every unit, one after the other."""
+    arithmetic = Arithmetic(float(p), compute_dtype(tensors))
+    norms = []
+    for group in unit_groups(graph):
+        weights = [part.rows(tensors, arithmetic.dtype) for part in group.parts]
+        joined = torch.cat(weights, 1) if len(weights) > 1 else weights[0]
+        norms.append(torch.linalg.vector_norm(joined, ord=p, dim=1))
+    return torch.cat(norms) if norms else torch.zeros(0, dtype=arithmetic.dtype)

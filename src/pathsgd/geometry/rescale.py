@@ -1,0 +1,165 @@
+"""rho: multiply what leads into a unit by c and divide what leads out of it. The function stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.errors import RescaleError
+from pathsgd.geometry.weights import Tensors
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, trace
+from pathsgd.graph.units import FIXED, EdgeUnits, Units, units_of
+
+UnitScales = Mapping[tuple[str, int] | str, float | Tensor]
+
+
+def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales: UnitScales) -> None:
+    """Rescales units in place; the model computes the same function.
+
+    Args:
+        scales: ``{(owner, index): c}``: unit ``index`` of the module ``owner`` (a linear layer's row, a
+            convolution's channel, a batch norm's channel) is multiplied by c > 0 on the way in and
+            divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units.
+            Where a module owns several kinds of units (an RNN of two layers), name the parameter that
+            leads into them instead. Units tied to others, as in a residual stream, move together:
+            name any one of them.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> before = model(torch.ones(1, 2))
+    >>> rescale(model, None, {("0", 1): 8.0})
+    >>> torch.equal(model(torch.ones(1, 2)), before)
+    True
+    """
+    graph = trace(model, example_input)
+    tensors = graph.tensors(model)
+    units = units_of(graph)
+    factors = torch.ones(units.count, dtype=torch.float64)
+    for key, value in scales.items():
+        for unit, c in _named(units, key, value):
+            factors[unit] *= c
+    apply_scales(graph, tensors, units, factors)
+
+
+def _named(units: Units, key: Any, value: Any) -> list[tuple[int, float]]:
+    """The classes one entry of ``scales`` names, with their factors."""
+    owner, index = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+    if owner not in units.owners:
+        raise RescaleError(_unknown_owner(units, owner))
+    classes = units.owners[owner]
+    if index is None:
+        vector = torch.as_tensor(value, dtype=torch.float64).flatten()
+        if vector.numel() != classes.numel():
+            raise RescaleError(
+                f"{owner!r} has {classes.numel()} units but {vector.numel()} scales were given"
+            )
+        chosen: dict[int, float] = {}
+        for k, c in zip(classes.tolist(), vector.tolist(), strict=True):
+            if chosen.setdefault(k, c) != c and k != FIXED:
+                raise RescaleError(f"units of {owner!r} that are tied were given different scales")
+        if any(k == FIXED and c != 1 for k, c in zip(classes.tolist(), vector.tolist(), strict=True)):
+            raise RescaleError(_not_rescalable(owner, None))
+        pairs = [(k, c) for k, c in chosen.items() if k != FIXED]
+    else:
+        if not isinstance(index, int) or not 0 <= index < classes.numel():
+            raise RescaleError(f"{owner!r} has units 0 to {classes.numel() - 1}; there is no unit {index!r}")
+        unit = int(classes[index])
+        if unit == FIXED:
+            raise RescaleError(_not_rescalable(owner, index))
+        pairs = [(unit, float(value))]
+    for _, c in pairs:
+        if not (math.isfinite(c) and c > 0):
+            raise RescaleError(f"Invalid scale for {key!r}: {c} (scales are finite and over 0)")
+    return pairs
+
+
+def _unknown_owner(units: Units, owner: Any) -> str:
+    inside = [name for name in units.owners if str(name).startswith(f"{owner}.")]
+    if inside:
+        return (
+            f"{owner!r} owns several kinds of units; name one of the parameters that lead into them: "
+            + ", ".join(map(repr, inside))
+        )
+    known = [name for name, classes in units.owners.items() if bool((classes != FIXED).any())]
+    return f"there is no unit of {owner!r}; units that can be rescaled belong to {known}"
+
+
+def _not_rescalable(owner: str, index: int | None) -> str:
+    which = f"unit {index} of {owner!r}" if index is not None else f"a unit of {owner!r}"
+    return (
+        f"{which} cannot be rescaled: it is an output, or it feeds an operator that is not positively "
+        "homogeneous, a normalisation by running statistics, or a fixed weight; rescale a unit before it"
+    )
+
+
+@torch.no_grad()
+def apply_scales(graph: PathGraph, tensors: Tensors, units: Units, factors: Tensor) -> None:
+    """Multiplies every parameter entry by ``s[head] / s[tail]^degree``, on the same Parameters.
+
+    Checked first, applied after: if a result would not be finite, nothing has changed.
+    """
+    factors = factors.clone()
+    factors[FIXED] = 1
+    updates = []
+    for name, edge in units.parameters.items():
+        if bool((factors[edge.head] == 1).all()) and bool((factors[edge.tail] == 1).all()):
+            continue
+        updated = rescaled(tensors[name], edge, factors)
+        if not bool(torch.isfinite(updated).all()) and bool(torch.isfinite(tensors[name]).all()):
+            raise RescaleError(
+                f"the scales take parameter {name!r} out of the range of {tensors[name].dtype}; "
+                "use smaller ones"
+            )
+        updates.append((tensors[name], updated))
+    for parameter, updated in updates:
+        parameter.copy_(updated)
+
+
+def rescaled(parameter: Tensor, edge: EdgeUnits, factors: Tensor) -> Tensor:
+    """The entries of one parameter under a rescaling."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    head = factors[edge.head].to(parameter.device)
+    tail = factors[edge.tail].to(parameter.device)
+    for _ in range(edge.degree - 1):
+        tail = tail * factors[edge.tail].to(parameter.device)
+    ratio = (head / tail).to(dtype)
+    return (parameter.to(dtype) * ratio).to(parameter.dtype)
+
+
+def unbalance(
+    model: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    *,
+    units: int | None = None,
+    factor: float = 10.0,
+    sigma: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> None:
+    """The paper's random rescaling, in place: ``units`` hidden units are picked with replacement, and
+    each is rescaled by ``factor * c`` with c log-normal(0, sigma).
+
+    ``units`` defaults to a quarter of those that can be rescaled, the paper's 2000 of 8000.
+    """
+    graph = trace(model, example_input)
+    tensors = graph.tensors(model)
+    found = units_of(graph)
+    hidden = found.count - 1
+    picks = hidden // 4 if units is None else units
+    if picks < 0:
+        raise RescaleError(f"Invalid number of units: {picks}")
+    if not (math.isfinite(factor) and factor > 0):
+        raise RescaleError(f"Invalid factor: {factor}")
+    if hidden == 0:
+        if picks:
+            raise RescaleError(f"{graph.model} has no unit that can be rescaled")
+        return
+    device = generator.device if generator is not None else torch.device("cpu")
+    chosen = torch.randint(hidden, (picks,), generator=generator, device=device).cpu() + 1
+    drawn = torch.randn(picks, generator=generator, dtype=torch.float64, device=device).cpu()
+    logarithms = torch.zeros(found.count, dtype=torch.float64)
+    logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)
+    apply_scales(graph, tensors, found, logarithms.exp())

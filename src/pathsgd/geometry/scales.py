@@ -1,0 +1,226 @@
+"""gamma, the scale of every weight: gamma(u -> v) = (gamma_in(u) gamma_out(v))^(2/p) (Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.convolution import weight_adjoint
+from pathsgd.geometry.flow import Flow, flow_of, in_range
+from pathsgd.geometry.movement import move
+from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
+from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
+from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, trace
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """The scale of one parameter.
+
+    Where the parameter is the matrix of one linear layer, ``gamma_out`` (one number per row) and
+    ``gamma_in`` (one per column) are its two factors and no matrix is stored; elsewhere ``whole``
+    holds their product for every entry. All three are sums over paths, before the power 2/p.
+    """
+
+    arithmetic: Arithmetic
+    shape: tuple[int, ...]
+    gamma_out: Scaled | None = None
+    gamma_in: Scaled | None = None
+    whole: Scaled | None = None
+
+    @property
+    def rank_one(self) -> bool:
+        return self.whole is None
+
+    def product(self) -> Scaled:
+        """``gamma_in gamma_out`` for every entry."""
+        if self.whole is not None:
+            return self.whole
+        assert self.gamma_out is not None
+        assert self.gamma_in is not None
+        column = move(Reshape((-1, 1)), self.gamma_out)
+        row = move(Reshape((1, -1)), self.gamma_in)
+        mantissa = column.mantissa * row.mantissa
+        if column.exponent is None or row.exponent is None:
+            return Scaled(mantissa)
+        return Scaled(mantissa, (column.exponent + row.exponent).clamp(min=DEAD))
+
+    def dense(self) -> Tensor:
+        """gamma as a tensor of the parameter's shape. May over- or underflow where ``log2`` does not."""
+        product = self.product()
+        gamma = self.arithmetic.root(product.mantissa, 2)
+        if product.exponent is None:
+            return gamma
+        return shift(gamma, 2 * product.exponent)
+
+    def log2(self) -> Tensor:
+        """log2(gamma) in fp64, exact at any depth; -inf on dead paths."""
+        product = self.product()
+        logarithm = product.mantissa.double().log2() * (2 / self.arithmetic.unit)
+        if product.exponent is None:
+            return logarithm
+        return torch.where(product.mantissa > 0, logarithm + 2.0 * product.exponent, -math.inf)
+
+
+class Scales(Mapping[str, Gamma]):
+    """gamma of every parameter by name. Those that are not path-normalised have gamma = 1."""
+
+    def __init__(self, gammas: dict[str, Gamma]) -> None:
+        self._gammas = gammas
+
+    def __getitem__(self, name: str) -> Gamma:
+        return self._gammas[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gammas)
+
+    def __len__(self) -> int:
+        return len(self._gammas)
+
+
+def check_p(p: float) -> float:
+    """The order of the norm, checked."""
+    if not p >= 1:
+        raise PathError(f"Invalid p: {p} (path norms need 1 <= p <= inf)")
+    return float(p)
+
+
+@torch.no_grad()
+def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool | None = None) -> Scales:
+    """gamma of every parameter of a traced model, by one forward and one backward pass.
+
+    ``exponents`` carries a power-of-two exponent per unit: exact at any depth and imbalance, slower.
+    The default tries plain floats first and turns to exponents if anything came near their range.
+    """
+    check_p(p)
+    if not exponents:
+        flow = flow_of(graph, tensors, p)
+        values = flow.forward()
+        gradients = flow.backward(values)
+        if exponents is False or in_range(flow, values, gradients):
+            return Scales(_collect(flow, values, gradients))
+    flow = flow_of(graph, tensors, p, exponents=True)
+    values = flow.forward()
+    return Scales(_collect(flow, values, flow.backward(values)))
+
+
+def path_scales(
+    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2
+) -> dict[str, Tensor]:
+    """gamma_p of every parameter as a dense tensor, for looking at.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+    >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
+    >>> gamma = path_scales(model)
+    >>> gamma["0.weight"], gamma["2.weight"]
+    (tensor([[0.2500, 0.2500]]), tensor([[18.]]))
+    """
+    graph = trace(model, example_input)
+    found = scales(graph, graph.tensors(model), p)
+    return {name: gamma.dense() for name, gamma in found.items()}
+
+
+def _collect(flow: Flow, values: list[Scaled], gradients: list[Scaled | None]) -> dict[str, Gamma]:
+    arithmetic = flow.arithmetic
+    used: dict[str, list[int]] = {}
+    for k, weight in flow.graph.weights():
+        if weight.parameter is not None and gradients[k] is not None:
+            used.setdefault(weight.parameter.name, []).append(k)
+    gammas: dict[str, Gamma] = {}
+    for name, info in flow.graph.parameters.items():
+        uses = used.get(name, [])
+        if not info.normalised:
+            gammas[name] = _ones(flow, info.shape)
+        elif not uses:
+            gammas[name] = _zeros(flow, info.shape)
+        elif len(uses) == 1 and (factors := _factors(flow, values, gradients, uses[0])) is not None:
+            gammas[name] = Gamma(arithmetic, info.shape, *factors)
+        else:
+            parts = [_adjoint_of(flow, values, gradients, k) for k in uses]
+            gammas[name] = Gamma(arithmetic, info.shape, whole=arithmetic.add(parts))
+    return gammas
+
+
+def _factors(
+    flow: Flow, values: list[Scaled], gradients: list[Scaled | None], k: int
+) -> tuple[Scaled, Scaled] | None:
+    """(gamma_out, gamma_in) if this use is a plain linear layer at one position."""
+    node = flow.graph.nodes[k]
+    operation = node.operation
+    gradient = gradients[k]
+    if not isinstance(operation, Linear) or gradient is None or operation.weight.factors:
+        return None
+    parameter = operation.weight.parameter
+    assert parameter is not None
+    transposed = parameter.views == (Permute((1, 0)),)
+    if math.prod(node.shape[:-1]) != 1 or (parameter.views and not transposed):
+        return None
+    into = _vector(values[node.inputs[0]])
+    out = _vector(gradient)
+    return (into, out) if transposed else (out, into)
+
+
+def _vector(x: Scaled) -> Scaled:
+    """The units of a value at one position."""
+    return move(Reshape((x.mantissa.shape[-1],)), x)
+
+
+def _adjoint_of(flow: Flow, values: list[Scaled], gradients: list[Scaled | None], k: int) -> Scaled:
+    """``dF/d|w|^p`` of a parameter through one of its uses, in the parameter's shape."""
+    node = flow.graph.nodes[k]
+    operation, gradient = node.operation, gradients[k]
+    assert gradient is not None
+    arithmetic = flow.arithmetic
+    match operation:
+        case Linear(weight):
+            per_edge = _linear_adjoint(arithmetic, values[node.inputs[0]], gradient)
+        case Conv(weight):
+            tensor = flow.weight(k)
+            assert tensor is not None
+            per_edge = weight_adjoint(arithmetic, operation, values[node.inputs[0]], gradient, tensor)
+        case Scale(weight):
+            per_edge = arithmetic.multiply(gradient, values[node.inputs[0]])
+            per_edge = reduced_to(arithmetic, per_edge, weight.shape)
+        case Source(weight):
+            per_edge = reduced_to(arithmetic, gradient, weight.shape)
+        case _:
+            raise AssertionError(f"{operation} has no weights")
+    return to_parameter(arithmetic, weight, per_edge, flow.tensors)
+
+
+def _linear_adjoint(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) -> Scaled:
+    """``sum over positions of gamma_out(o) gamma_in(i)``."""
+    lead = list(range(x.mantissa.dim() - 1))
+    x, gradient = arithmetic.common(x, lead), arithmetic.common(gradient, lead)
+    into = x.mantissa.reshape(-1, x.mantissa.shape[-1])
+    out = gradient.mantissa.reshape(-1, gradient.mantissa.shape[-1])
+    if math.isinf(arithmetic.p):
+        value = into.new_zeros(out.shape[1], into.shape[1])
+        for row, column in zip(out, into, strict=True):
+            value = torch.maximum(value, torch.outer(row, column))
+    else:
+        value = out.t() @ into
+    if x.exponent is None or gradient.exponent is None:
+        return Scaled(value)
+    head = gradient.exponent.expand(*(1,) * len(lead), out.shape[1]).reshape(-1, 1)
+    tail = x.exponent.expand(*(1,) * len(lead), into.shape[1]).reshape(1, -1)
+    return arithmetic.normalised(Scaled(value, (head + tail).clamp(min=DEAD)))
+
+
+def _ones(flow: Flow, shape: tuple[int, ...]) -> Gamma:
+    one = flow.arithmetic.ones((1,) * len(shape), flow.device)
+    return Gamma(flow.arithmetic, shape, whole=move(Expand(shape), one))
+
+
+def _zeros(flow: Flow, shape: tuple[int, ...]) -> Gamma:
+    one = flow.arithmetic.ones((1,) * len(shape), flow.device)
+    exponent = None if one.exponent is None else torch.full_like(one.exponent, DEAD)
+    zero = Scaled(torch.zeros_like(one.mantissa), exponent)
+    return Gamma(flow.arithmetic, shape, whole=move(Expand(shape), zero))

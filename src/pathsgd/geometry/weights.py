@@ -1,0 +1,99 @@
+"""From the weights a graph names to tensors, and back from edges to parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.movement import move
+from pathsgd.geometry.scaled import Arithmetic, Scaled
+from pathsgd.graph.moves import move_tensor
+from pathsgd.graph.nodes import Embed, Expand, Permute, Reshape, Shape, Slice, Stored, Weight
+
+Tensors = Mapping[str, Tensor]
+
+
+def stored_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    """A tensor of the model (or a literal) as the graph sees it."""
+    if stored.literal:
+        like = next(iter(tensors.values()))
+        base = torch.tensor(stored.literal, dtype=dtype, device=like.device)
+        shape = stored_shape(stored)
+        tensor = base.reshape(shape)
+    else:
+        tensor = tensors[stored.name]
+    if stored.inverse_sigma is not None:
+        # The square root of a variance rounds as the network's own batch norm does.
+        tensor = torch.rsqrt(tensor.to(dtype) + stored.inverse_sigma)
+    for operation in stored.views:
+        tensor = move_tensor(operation, tensor)
+    return 1 / tensor.to(dtype) if stored.inverse else tensor
+
+
+def stored_shape(stored: Stored) -> Shape:
+    """The shape of a literal before its views."""
+    return stored.shape if not stored.views else (-1,)
+
+
+def edge_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    """The signed weights of an operation's edges: parameter times fixed factors."""
+    factor = fixed_factor(weight, tensors, dtype)
+    if weight.parameter is None:
+        assert factor is not None
+        return factor.expand(weight.shape)
+    parameter = stored_tensor(weight.parameter, tensors, dtype)
+    if factor is None:
+        return parameter
+    return (parameter.to(dtype) * factor).expand(weight.shape)
+
+
+def fixed_factor(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
+    """The product of what multiplies the parameter, or None if nothing does."""
+    product: Tensor | None = None
+    for stored in weight.factors:
+        tensor = stored_tensor(stored, tensors, dtype).to(dtype)
+        product = tensor if product is None else product * tensor
+    return product
+
+
+def to_parameter(arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, tensors: Tensors) -> Scaled:
+    """``dF/d|w|^p`` of the parameter from that of the edges: through factors, broadcasting and views."""
+    assert weight.parameter is not None
+    factor = fixed_factor(weight, tensors, arithmetic.dtype)
+    if factor is not None:
+        per_edge = arithmetic.multiply(per_edge, arithmetic.edges(factor, weight.shape))
+    per_edge = reduced_to(arithmetic, per_edge, weight.parameter.shape)
+    shapes: list[Shape] = [tuple(tensors[weight.parameter.name].shape)]
+    for operation in weight.parameter.views:
+        shapes.append(_moved_shape(operation, shapes[-1]))
+    for operation, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):
+        match operation:
+            case Reshape():
+                per_edge = move(Reshape(before), per_edge)
+            case Permute(dims):
+                inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
+                per_edge = move(Permute(inverse), per_edge)
+            case Slice(dim, start, _, step):
+                per_edge = move(Embed(dim, start, before[dim], step), per_edge)
+            case Expand(shape):
+                per_edge = arithmetic.reduce(per_edge, [d for d, n in enumerate(before) if n != shape[d]])
+            case _:
+                raise AssertionError(f"{operation} is no view of a parameter")
+    return per_edge
+
+
+def reduced_to(arithmetic: Arithmetic, x: Scaled, shape: Shape) -> Scaled:
+    """The adjoint of broadcasting ``shape`` to the shape of ``x``."""
+    extra = x.mantissa.dim() - len(shape)
+    padded = (1,) * extra + tuple(shape)
+    dims = [d for d, n in enumerate(padded) if n == 1 and x.mantissa.shape[d] != 1]
+    if dims:
+        x = arithmetic.reduce(x, dims)
+    return move(Reshape(tuple(shape)), x) if extra else x
+
+
+def _moved_shape(operation: object, shape: Shape) -> Shape:
+    probe = torch.empty(shape, device="meta")
+    return tuple(move_tensor(operation, probe).shape)  # type: ignore[arg-type]

@@ -1,0 +1,210 @@
+"""Writes a PathGraph node by node: what the rules call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pathsgd.graph.nodes import (
+    Add,
+    AxisMap,
+    Begin,
+    Cat,
+    Conv,
+    Expand,
+    Linear,
+    Move,
+    Node,
+    Operation,
+    Permute,
+    Reduce,
+    Reshape,
+    Scale,
+    Shape,
+    Slice,
+    Source,
+    Square,
+    Stored,
+    Weight,
+    Window,
+    number,
+)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """A value that carries paths: a node of the graph."""
+
+    node: int
+    mixes: bool = False
+    """The value is a softmax over its last axis: weights that sum to one."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value without paths that is no plain weight: a mask, an index, a weight computed from others."""
+
+    shape: Shape
+    floating: bool
+    reason: str
+    parameters: frozenset[str] = frozenset()
+
+
+Value = Paths | Weight | Unknown
+
+
+class Ends(Exception):
+    """Raised by a rule: this operator ends the region, for this reason."""
+
+
+@dataclass
+class Builder:
+    """The graph under construction. Methods mirror the operations of :mod:`pathsgd.graph.nodes`."""
+
+    nodes: list[Node] = field(default_factory=list)
+    ends: dict[int, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    where: str = ""
+
+    def emit(self, operation: Operation, inputs: Iterable[Paths], shape: Iterable[int]) -> Paths:
+        sources = tuple(value.node for value in inputs)
+        self.nodes.append(Node(operation, sources, tuple(shape), self.where))
+        return Paths(len(self.nodes) - 1)
+
+    def shape(self, value: Value) -> Shape:
+        return self.nodes[value.node].shape if isinstance(value, Paths) else value.shape
+
+    # Where paths begin and end
+
+    def begin(self, shape: Iterable[int], reason: str) -> Paths:
+        return self.emit(Begin(reason), (), shape)
+
+    def end(self, value: Value, reason: str) -> None:
+        """``value`` is read by something that is no path: its units count as outputs of the region."""
+        if isinstance(value, Paths):
+            self.ends.setdefault(value.node, reason)
+        else:
+            for name in parameters_of(value):
+                self.outside.setdefault(name, reason)
+
+    def paths(self, value: Value, shape: Shape | None = None) -> Paths:
+        """``value`` as units of the graph, broadcast to ``shape``: a weight becomes edges from the
+        constant unit; anything else begins paths of its own."""
+        target = self.shape(value) if shape is None else shape
+        if isinstance(value, Weight):
+            return self.emit(Source(value), (), target)
+        if isinstance(value, Unknown):
+            for name in value.parameters:
+                self.outside.setdefault(name, value.reason)
+            value = self.begin(value.shape, value.reason)
+        return self.expand(value, target)
+
+    # Edges with weights
+
+    def linear(self, x: Paths, weight: Weight) -> Paths:
+        return self.emit(Linear(weight), (x,), (*self.shape(x)[:-1], weight.shape[0]))
+
+    def conv(self, x: Paths, conv: Conv, shape: Iterable[int]) -> Paths:
+        return self.emit(conv, (x,), shape)
+
+    def scale(self, x: Paths, weight: Weight) -> Paths:
+        shape = broadcast(self.shape(x), weight.shape)
+        return self.emit(Scale(weight), (self.expand(x, shape),), shape)
+
+    def times(self, x: Paths, value: float) -> Paths:
+        return x if abs(value) == 1 else self.scale(x, number(value))
+
+    def add(self, values: Sequence[Value]) -> Paths:
+        shape = broadcast(*(self.shape(value) for value in values))
+        parts = [self.paths(value, shape) for value in values if not is_zero(value)]
+        if len(parts) == 1:
+            return parts[0]
+        return self.emit(Add(), parts, shape)
+
+    def square(self, x: Paths) -> Paths:
+        return self.emit(Square(), (x,), self.shape(x))
+
+    # Data movement
+
+    def reshape(self, x: Paths, shape: Iterable[int]) -> Paths:
+        target = tuple(shape)
+        return x if target == self.shape(x) else self.emit(Reshape(target), (x,), target)
+
+    def permute(self, x: Paths, dims: Sequence[int]) -> Paths:
+        if list(dims) == list(range(len(dims))):
+            return x
+        old = self.shape(x)
+        return self.emit(Permute(tuple(dims)), (x,), (old[d] for d in dims))
+
+    def slice(self, x: Paths, dim: int, start: int, length: int, step: int = 1) -> Paths:
+        shape = list(self.shape(x))
+        if (start, length, step) == (0, shape[dim], 1):
+            return x
+        shape[dim] = length
+        return self.emit(Slice(dim, start, length, step), (x,), shape)
+
+    def cat(self, values: Sequence[Paths], dim: int) -> Paths:
+        shape = list(self.shape(values[0]))
+        shape[dim] = sum(self.shape(value)[dim] for value in values)
+        return self.emit(Cat(dim), values, shape)
+
+    def expand(self, x: Paths, shape: Shape) -> Paths:
+        old = self.shape(x)
+        if old == shape:
+            return x
+        x = self.reshape(x, (1,) * (len(shape) - len(old)) + old)
+        return x if self.shape(x) == shape else self.emit(Expand(shape), (x,), shape)
+
+    def reduce(self, x: Paths, dims: Sequence[int]) -> Paths:
+        """Sum over ``dims``, kept with size one."""
+        shape = [1 if d in dims else n for d, n in enumerate(self.shape(x))]
+        return self.emit(Reduce(tuple(dims)), (x,), shape)
+
+    def axis_map(self, x: Paths, dim: int, window: Window) -> Paths:
+        shape = list(self.shape(x))
+        shape[dim] = window.out
+        return self.emit(AxisMap(dim, window), (x,), shape)
+
+
+def parameters_of(value: Value) -> frozenset[str]:
+    """The names of the parameters a value without paths was made of."""
+    if isinstance(value, Unknown):
+        return value.parameters
+    if isinstance(value, Weight) and value.parameter is not None:
+        return frozenset([value.parameter.name])
+    return frozenset()
+
+
+def is_zero(value: Value) -> bool:
+    """A literal zero: it carries no path, so adding it adds nothing."""
+    return (
+        isinstance(value, Weight)
+        and value.parameter is None
+        and any(f.literal and not any(f.literal) for f in value.factors)
+    )
+
+
+def is_fixed(value: Value) -> bool:
+    return isinstance(value, Weight) and value.parameter is None
+
+
+def broadcast(*shapes: Shape) -> Shape:
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(s)) + s for s in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def view(weight: Weight, move: Move, shape: Shape) -> Weight:
+    """``weight`` seen through one more movement of its entries."""
+
+    def moved(stored: Stored) -> Stored:
+        if stored.shape == () and math.prod(weight.shape) != 1:
+            return stored
+        if stored.shape != weight.shape:
+            raise Ends("a weight is computed from tensors of different shapes")
+        return replace(stored, shape=shape, views=(*stored.views, move))
+
+    parameter = weight.parameter and moved(weight.parameter)
+    return replace(weight, shape=shape, parameter=parameter, factors=tuple(map(moved, weight.factors)))

@@ -1,0 +1,40 @@
+"""Data movement of plain tensors: activations, weights, or tensors of unit numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Slice
+
+
+def move_tensor(operation: Operation, x: Tensor) -> Tensor:
+    """One movement of the entries of ``x``."""
+    match operation:
+        case Reshape(shape):
+            return x.reshape(shape)
+        case Permute(dims):
+            return x.permute(dims)
+        case Expand(shape):
+            return x.expand(shape)
+        case Slice(dim, start, length, step):
+            if step == 1:
+                return x.narrow(dim, start, length)
+            return x.index_select(dim, places(start, length, step, x))
+        case Embed(dim, start, size, step):
+            return embedded(x, dim, start, size, step, 0)
+        case _:
+            raise AssertionError(f"{operation} is no movement")
+
+
+def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
+    """The entries a slice takes, as indices."""
+    return torch.arange(start, start + length * step, step, device=x.device)
+
+
+def embedded(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
+    """``x`` put into an axis of ``size`` entries that are ``fill`` elsewhere."""
+    shape = list(x.shape)
+    shape[dim] = size
+    whole = x.new_full(shape, fill)
+    return whole.index_copy(dim, places(start, x.shape[dim], step, x), x)

@@ -1,0 +1,101 @@
+"""PathGraph: the structure of a traced network. Names and integers only, so it copies and pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.errors import PathError
+from pathsgd.graph.nodes import Conv, Linear, Node, Scale, Shape, Source, Weight
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What the graph knows of one parameter."""
+
+    name: str
+    shape: Shape
+    trainable: bool
+    roles: tuple[str, ...] = ()
+    regions: tuple[int, ...] = ()
+    normalised: bool = False
+    reason: str = ""
+    """Why it is not path-normalised (empty if it is)."""
+    aliases: tuple[str, ...] = ()
+    """Other names under which the model holds the same Parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class PathGraph:
+    """The paths of a network: nodes in order of evaluation, where paths end, and what is outside.
+
+    ``ends`` maps a node to why its units count as outputs of a region; ``outputs`` are the nodes the
+    model returns. ``regions[k]`` is the region of node k. ``print(graph)`` is a report.
+    """
+
+    model: str
+    nodes: tuple[Node, ...]
+    ends: Mapping[int, str]
+    outputs: tuple[int, ...]
+    regions: tuple[int, ...]
+    parameters: Mapping[str, ParameterInfo]
+    notes: tuple[str, ...] = ()
+    boundaries: Mapping[int, str] = field(default_factory=dict)
+    """For each region boundary inside the network: the node that ends there and the reason."""
+
+    def weights(self) -> Iterator[tuple[int, Weight]]:
+        """Every node with edge weights, with them."""
+        for k, node in enumerate(self.nodes):
+            if isinstance(node.operation, (Source, Linear, Conv, Scale)):
+                yield k, node.operation.weight
+
+    def parameter_regions(self) -> list[int]:
+        """The regions that hold parameters, in order; reports number these."""
+        return sorted({region for info in self.parameters.values() for region in info.regions})
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The tensors of ``model`` that this graph names, checked to be those it was traced from."""
+        model = unwrap(model)
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        fresh = set(tensors) - set(self.parameters)
+        if fresh:
+            name = sorted(fresh)[0]
+            raise PathError(
+                f"the model has a parameter {name!r} that it did not have when it was traced; "
+                "trace the model again"
+            )
+        for name, info in self.parameters.items():
+            if name not in tensors:
+                raise PathError(f"the model has no parameter {name!r} any more; trace it again")
+            if tuple(tensors[name].shape) != info.shape:
+                raise PathError(
+                    f"parameter {name!r} has shape {tuple(tensors[name].shape)} but had "
+                    f"{info.shape} when the model was traced; trace it again"
+                )
+        tensors.update(model.named_buffers())
+        return tensors
+
+    def __str__(self) -> str:
+        from pathsgd.graph.report import report
+
+        return report(self)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside the wrappers torch puts around it."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = inner
+        else:
+            return model
+
+
+def compute_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Path quantities are computed in fp32, or in fp64 as soon as one tensor is."""
+    double = any(t.dtype == torch.float64 for t in tensors.values())
+    return torch.float64 if double else torch.float32

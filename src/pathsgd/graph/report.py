@@ -1,0 +1,55 @@
+"""The report a person reads: what is path-normalised, what is not, and why."""
+
+from __future__ import annotations
+
+from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+
+
+def report(graph: PathGraph) -> str:
+    """One line per parameter, then the places where a region ends."""
+    rows = [("parameter", "shape", "role", "region", "path-normalised")]
+    shown = {region: k for k, region in enumerate(graph.parameter_regions())}
+    for info in graph.parameters.values():
+        rows.append(
+            (
+                info.name + "".join(f" = {alias}" for alias in info.aliases),
+                "x".join(map(str, info.shape)) or "scalar",
+                ", ".join(info.roles) or "-",
+                ", ".join(str(shown[region]) for region in info.regions) or "-",
+                _verdict(info),
+            )
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(4)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+    lines.insert(1, "-" * max(map(len, lines)))
+    counted = list(graph.parameters.values())
+    normalised = sum(info.normalised for info in counted)
+    lines.insert(
+        0,
+        f"PathGraph of {graph.model}: {normalised} of {len(counted)} parameters path-normalised, "
+        f"{len(shown)} region{'s' * (len(shown) != 1)}",
+    )
+    ends = _inner_ends(graph, shown)
+    if ends:
+        lines += ["", "Regions end where the network is not positively homogeneous:"]
+        lines += [f"  {line}" for line in ends]
+    lines += ["", *(f"Note: {note}" for note in graph.notes)] if graph.notes else []
+    return "\n".join(lines)
+
+
+def _verdict(info: ParameterInfo) -> str:
+    frozen = "" if info.trainable else " (frozen)"
+    return f"yes{frozen}" if info.normalised else f"no{frozen}: {info.reason}"
+
+
+def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
+    lines: dict[str, None] = {}
+    for node, reason in graph.boundaries.items():
+        region = graph.regions[node]
+        if region in shown:
+            where = graph.nodes[node].where
+            lines[f"region {shown[region]}{f' after {where}' if where else ''}: {reason}"] = None
+    return list(lines)

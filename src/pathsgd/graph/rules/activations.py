@@ -1,0 +1,104 @@
+"""Activations. A positively homogeneous one is an edge of weight 1; any other ends the region."""
+
+from __future__ import annotations
+
+from pathsgd.graph.builder import Builder, Ends, Paths, Value
+from pathsgd.graph.nodes import Weight
+from pathsgd.graph.rules.registry import Call, rule
+from pathsgd.graph.rules.shapes import reshape_value
+from pathsgd.graph.rules.windows import reduce_to
+
+# f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is.
+# Dropout multiplies by a mask, detach and the copies change no value.
+HOMOGENEOUS = (
+    "relu", "leaky_relu", "rrelu", "abs", "neg", "dropout", "native_dropout", "feature_dropout",
+    "clone", "contiguous", "detach", "alias", "lift_fresh", "lift_fresh_copy", "lift", "positive",
+    "_to_copy", "to", "type_as", "float", "double", "conj", "resolve_conj", "resolve_neg",
+)  # fmt: skip
+
+
+@rule(*HOMOGENEOUS)
+def homogeneous(b: Builder, call: Call) -> list[Value]:
+    value: Value = call.get("self", "input")
+    if isinstance(value, Weight) and call.name in ("relu", "leaky_relu", "rrelu", "abs"):
+        raise Ends(f"a weight computed by {call.name}")
+    if isinstance(value, Weight) and "dropout" in call.name:
+        raise Ends("a weight under dropout")
+    # The second output of native_dropout is its mask, which carries no path.
+    return [value]
+
+
+@rule("clamp", "clamp_min")
+def clamp(b: Builder, call: Call) -> Value:
+    if call["min"] == 0 and call.get("max") is None:
+        return call.paths("self")
+    raise Ends(f"{call.name} to [{call.get('min')}, {call.get('max')}] is not positively homogeneous")
+
+
+@rule("threshold")
+def threshold(b: Builder, call: Call) -> Value:
+    if call["threshold"] == 0 and call["value"] == 0:
+        return call.paths("self")
+    raise Ends("threshold away from zero is not positively homogeneous")
+
+
+@rule("masked_fill")
+def masked_fill(b: Builder, call: Call) -> Value:
+    if call["value"] == 0:
+        return call.paths("self")
+    raise Ends("masked_fill with a value other than zero")
+
+
+@rule("prelu", "_prelu_kernel")
+def prelu(b: Builder, call: Call) -> Value:
+    """Two edges: one of weight 1 and one of weight ``slope``, so that the slope has a gamma."""
+    x, slope = call.paths("self"), call.weight("weight")
+    ndim = len(b.shape(x))
+    if call.name == "prelu" and ndim > 1:
+        per_channel = reshape_value(b, slope, (1, -1) + (1,) * (ndim - 2))
+        assert isinstance(per_channel, Weight)
+        slope = per_channel
+    return b.add([x, b.scale(x, slope.as_role("slope"))])
+
+
+@rule("maximum", "minimum", "fmax", "fmin")
+def maximum(b: Builder, call: Call) -> Value:
+    """The larger of several pieces is maxout: all pieces are incoming edges of one unit."""
+    return b.add([call["self"], call["other"]])
+
+
+@rule("max", "min")
+def max_reduce(b: Builder, call: Call) -> Value | list[Value]:
+    if "other" in call.arguments:
+        return maximum(b, call)
+
+    dims = [call["dim"]] if call.get("dim") is not None else None
+    return [reduce_to(b, call.paths("self"), dims, call.shape)]
+
+
+@rule("amax", "amin")
+def amax(b: Builder, call: Call) -> Value:
+
+    return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
+
+
+@rule("square")
+def square(b: Builder, call: Call) -> Value:
+    return b.square(call.paths("self"))
+
+
+@rule("pow")
+def power(b: Builder, call: Call) -> Value:
+    if call["exponent"] == 2:
+        return b.square(call.paths("self"))
+    raise Ends(f"pow with exponent {call['exponent']}")
+
+
+@rule("softmax", "_softmax")
+def softmax(b: Builder, call: Call) -> Value:
+    """Ends the region; what it returns are weights that sum to one (see the rule of attention)."""
+    x = call.paths("self")
+    b.end(x, "softmax is not positively homogeneous")
+    begun = b.begin(call.shape, "softmax")
+    last = call["dim"] in (-1, len(call.shape) - 1)
+    return Paths(begun.node, mixes=last)

@@ -1,0 +1,180 @@
+"""Pooling, padding, resizing and reductions: fixed edges along an axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pathsgd.graph.builder import Builder, Ends, Paths, Value
+from pathsgd.graph.nodes import Shape, Window, number
+from pathsgd.graph.rules.registry import Call, rule
+
+
+def reduce_to(b: Builder, x: Paths, dims: Sequence[int] | None, shape: Shape, average: bool = False) -> Paths:
+    """The sum or the mean over ``dims`` (all of them if empty), in the shape the operator returns."""
+    old = b.shape(x)
+    axes = sorted({d % len(old) for d in dims}) if dims else list(range(len(old)))
+    y = b.reduce(x, axes) if axes else x
+    count = math.prod(old[d] for d in axes)
+    if average and count > 1:
+        y = b.scale(y, number(1 / count))
+    return b.reshape(y, shape)
+
+
+@rule("mean")
+def mean(b: Builder, call: Call) -> Value:
+    return reduce_to(b, call.paths("self"), call.get("dim"), call.shape, average=True)
+
+
+@rule("sum")
+def total(b: Builder, call: Call) -> Value:
+    return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
+
+
+def spatial(b: Builder, x: Paths, call: Call) -> int:
+    """The first of the axes a pooling operator works on."""
+    return len(call.shape) - _axes(call)
+
+
+def _axes(call: Call) -> int:
+    return next(n for n in (1, 2, 3) if f"{n}d" in call.name)
+
+
+def _per_axis(call: Call, name: str, default: Any) -> tuple[Any, ...]:
+    value = call.get(name, default=default)
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * _axes(call) if len(value) == 1 else value
+
+
+def _pool(b: Builder, call: Call, kind: str) -> Paths:
+    x = call.paths("self")
+    kernel = _per_axis(call, "kernel_size", 1)
+    stride = _per_axis(call, "stride", kernel) if call.get("stride") else kernel
+    padding = _per_axis(call, "padding", 0)
+    dilation = _per_axis(call, "dilation", 1)
+    first = spatial(b, x, call)
+    for k in range(_axes(call)):
+        size = b.shape(x)[first + k]
+        window = Window(
+            kind, size, call.shape[first + k], kernel[k], stride[k], padding[k], dilation[k],
+            bool(call.get("count_include_pad", default=True)),
+        )  # fmt: skip
+        x = b.axis_map(x, first + k, window)
+    return x
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
+      "max_pool2d_with_indices", "max_pool3d_with_indices")  # fmt: skip
+def max_pool(b: Builder, call: Call) -> list[Value]:
+    """Every input of the window is an incoming edge of weight 1: a sum, not a maximum."""
+    return [_pool(b, call, "sum")]
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(b: Builder, call: Call) -> Value:
+    divisor = call.get("divisor_override")
+    if divisor is None:
+        return _pool(b, call, "mean")
+    return b.scale(_pool(b, call, "sum"), number(1 / divisor))
+
+
+def _adaptive(b: Builder, call: Call, kind: str) -> Paths:
+    x = call.paths("self")
+    first = spatial(b, x, call)
+    for dim in range(first, len(call.shape)):
+        x = b.axis_map(x, dim, Window(kind, b.shape(x)[dim], call.shape[dim]))
+    return x
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+      "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")  # fmt: skip
+def adaptive_avg_pool(b: Builder, call: Call) -> Value:
+    return _adaptive(b, call, "adaptive_mean")
+
+
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(b: Builder, call: Call) -> list[Value]:
+    return [_adaptive(b, call, "adaptive_sum")]
+
+
+def zero_pad(b: Builder, x: Paths, dim: int, before: int, after: int) -> Paths:
+    if not before and not after:
+        return x
+    n = b.shape(x)[dim]
+    index = tuple(k if 0 <= k < n else -1 for k in range(-before, n + after))
+    return b.axis_map(x, dim, Window("gather", n, len(index), index=index))
+
+
+@rule("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+      "replication_pad1d", "replication_pad2d", "replication_pad3d")  # fmt: skip
+def pad(b: Builder, call: Call) -> Value:
+    x = call.paths("self")
+    amounts = call.get("pad", "padding")
+    mode = call.get("mode", default="constant")
+    for name in ("reflect", "replicat"):
+        mode = {"reflect": "reflect", "replicat": "replicate"}[name] if name in call.name else mode
+    if mode == "constant" and (call.get("value", default=0) or 0) != 0:
+        raise Ends("padding with a constant other than zero")
+    for k in range(len(amounts) // 2):
+        dim = len(call.shape) - 1 - k
+        before, after = amounts[2 * k], amounts[2 * k + 1]
+        n = b.shape(x)[dim]
+        index = tuple(_padded(j, n, mode) for j in range(-before, n + after))
+        if index != tuple(range(n)):
+            x = b.axis_map(x, dim, Window("gather", n, len(index), index=index))
+    return x
+
+
+def _padded(j: int, n: int, mode: str) -> int:
+    """Which entry stands at place ``j`` of a padded axis of ``n`` entries; -1 for none."""
+    if 0 <= j < n:
+        return j
+    if mode == "reflect":
+        return -j if j < 0 else 2 * (n - 1) - j
+    if mode == "replicate":
+        return 0 if j < 0 else n - 1
+    if mode == "circular":
+        return j % n
+    return -1
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+      "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+      "_upsample_nearest_exact3d")  # fmt: skip
+def upsample_nearest(b: Builder, call: Call) -> Value:
+    x = call.get("input", "self")
+    if not isinstance(x, Paths):
+        raise Ends("upsampling of a value that is no activation")
+    half = 0.5 if "exact" in call.name else 0.0
+    for axis, dim in enumerate(range(2, len(call.shape))):
+        n, out = b.shape(x)[dim], call.shape[dim]
+        scale = _resize_scale(call, axis, n, out)
+        index = tuple(min(math.floor((k + half) * scale), n - 1) for k in range(out))
+        x = b.axis_map(x, dim, Window("gather", n, out, index=index))
+    return x
+
+
+@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+def upsample_linear(b: Builder, call: Call) -> Value:
+    x = call.get("input", "self")
+    if not isinstance(x, Paths):
+        raise Ends("upsampling of a value that is no activation")
+    align = bool(call["align_corners"])
+    for axis, dim in enumerate(range(2, len(call.shape))):
+        n, out = b.shape(x)[dim], call.shape[dim]
+        scale = _resize_scale(call, axis, n, out)
+        window = Window("resize", n, out, align_corners=align, scale=scale)
+        x = b.axis_map(x, dim, window)
+    return x
+
+
+def _resize_scale(call: Call, axis: int, size: int, out: int) -> float:
+    """Input places per output place, as torch computes it: by the factor if one was given."""
+    factors = call.get("scale_factors")
+    if factors is None:
+        factors = [call.get(name) for name in ("scales_d", "scales_h", "scales_w", "scales")]
+        factors = [f for f in factors if f is not None]
+    if factors and len(factors) > axis and factors[axis]:
+        return 1 / float(factors[axis])
+    return size / max(out, 1)

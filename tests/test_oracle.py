@@ -1,0 +1,99 @@
+"""phi, gamma and mu against brute-force enumeration of every path, on every case and every p."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pathsgd
+from cases import CASES, Tied, build
+from pathsgd.geometry.scales import scales
+from unroll import Unroller, parameters
+
+EXPONENTS = (1, 1.5, 2, 3, math.inf)
+
+
+def assert_close(found, expected, what):
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-300, err_msg=what)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("exponents", [False, True], ids=["plain", "exponents"])
+def test_gamma_and_phi(case, exponents):
+    model = build(case)
+    graph = pathsgd.trace(model, model.example())
+    assert all(info.normalised for info in graph.parameters.values()), str(graph)
+    net, dag = model.oracle()
+    for p in EXPONENTS:
+        found = scales(graph, graph.tensors(model), p, exponents=exponents)
+        for name, expected in net.parameter_gamma(dag, p).items():
+            assert_close(found[name].dense().numpy(), expected, f"gamma_{p} of {name}")
+        assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), f"phi_{p}")
+        per_output = torch.cat([t.flatten() for t in pathsgd.path_norm(model, graph, p, per_output=True)])
+        assert_close(per_output.detach().numpy(), list(dag.phi_per_output(p).values()), f"phi_{p} per output")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gamma_is_the_curvature_of_the_path_norm(case):
+    """At p = 2: grad(phi^2) = 2 gamma w for any weights, shared ones included. Independent of adjoints,
+    since it goes through autograd."""
+    model = build(case)
+    graph = pathsgd.trace(model, model.example())
+    phi = pathsgd.path_norm(model, graph, 2)
+    names = [name for name, _ in model.named_parameters()]
+    grads = torch.autograd.grad(phi**2, list(model.parameters()))
+    found = scales(graph, graph.tensors(model), 2)
+    for name, grad in zip(names, grads, strict=True):
+        weight = model.get_parameter(name).detach()
+        assert_close(grad.numpy(), (2 * found[name].dense() * weight).numpy(), name)
+
+
+def test_a_broken_oracle_is_noticed():
+    """The comparison can fail: leave one bias out, or count a tied weight once."""
+    model = build(Tied)
+    graph = pathsgd.trace(model, model.example())
+    net = Unroller()
+    w = parameters(model)
+    x = net.relu(net.linear(net.input((3,)), w["a.weight"]))
+    x = net.relu(net.linear(x, w["a.weight"]))
+    dag = net.dag(net.linear(x, w["a.weight"].T))
+    found = scales(graph, graph.tensors(model), 2)["a.weight"].dense().numpy()
+    assert not np.allclose(found, net.parameter_gamma(dag, 2)["a.weight"], rtol=1e-3)
+
+
+@given(
+    widths=st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    bias=st.booleans(),
+    p=st.sampled_from(EXPONENTS),
+    seed=st.integers(0, 2**31 - 1),
+    zeros=st.floats(0, 0.6),
+)
+def test_random_mlps(widths, bias, p, seed, zeros):
+    torch.manual_seed(seed)
+    layers = []
+    for into, out in itertools.pairwise(widths):
+        layers += [nn.Linear(into, out, bias=bias), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1]).double()
+    for parameter in model.parameters():
+        parameter.data.normal_().mul_(torch.rand_like(parameter) > zeros)
+    net = Unroller()
+    w = parameters(model)
+    x = net.input((widths[0],))
+    for k in range(0, len(model), 2):
+        x = net.linear(x, w[f"{k}.weight"], w.get(f"{k}.bias"))
+        x = net.relu(x) if k + 1 < len(model) else x
+    dag = net.dag(x)
+    found = pathsgd.path_scales(model, p=p)
+    for name, expected in net.parameter_gamma(dag, p).items():
+        if len(widths) > 2:
+            assert_close(found[name].numpy(), expected, name)
+    assert_close(pathsgd.path_norm(model, p=p).item(), dag.phi(p), "phi")
+    for q in (1, 2, math.inf):
+        assert_close(pathsgd.group_norm(model, p=p, q=q).item(), dag.mu(p, q), "mu")
