@@ -81,7 +81,8 @@ def _rooted(arithmetic: Arithmetic, x: Scaled, log: bool) -> Tensor:
     alive = x.mantissa > 0
     base = torch.where(alive, x.mantissa, 1)
     if log:
-        value = base.log() / arithmetic.unit
+        # In fp64: a deep network's logarithm has more digits than fp32 holds.
+        value = base.double().log() / arithmetic.unit
         if x.exponent is not None:
             # Integer times float would be rounded to torch's default dtype.
             value = value + torch.where(alive, x.exponent, 0).to(value.dtype) * math.log(2)
