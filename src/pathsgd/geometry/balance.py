@@ -14,12 +14,12 @@ equations, solved by policy iteration: pick the largest inequality of each class
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pathsgd.errors import PathError
 from pathsgd.geometry.groups import unit_groups
 from pathsgd.geometry.rescale import apply_scales
 from pathsgd.geometry.scales import check_p
@@ -36,7 +36,7 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
     """Rescales ``model`` in place to its equivalent of least ``mu_{p,inf}``; returns that value.
 
     The function does not change; dead units stay as they are; balancing twice changes nothing.
-    Units that feed a square keep their scale.
+    Units that feed a square keep their scale. A network none of whose paths is alive stays as it is.
 
     >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
@@ -62,51 +62,54 @@ def least_bound(graph: PathGraph, tensors: Tensors, units: Units, p: float) -> t
     if not system.families:
         return 0.0, torch.ones(units.count, dtype=torch.float64)
     order = 1.0 if math.isinf(p) else p
-    log_bound = _root(lambda x: system.excess(-order * x), system.scale() / order)
+    log_bound = _root(lambda x: system.excess(-order * x), system.scale() / order, 600 / order)
+    if log_bound is None:
+        return system.bound() ** (1 / order), torch.ones(units.count, dtype=torch.float64)
     powers = system.solve(-order * log_bound)
     assert powers is not None
-    powers = torch.where(powers > 0, powers, 1.0)
-    return math.exp(log_bound), powers
+    return math.exp(log_bound), torch.where(powers > 0, powers, 1.0)
 
 
-def _root(excess: object, start: float) -> float:
+def _root(excess: Callable[[float], float], start: float, reach: float) -> float | None:
     """The root of a decreasing function that is +inf where M is infeasible: bisection, with secant
-    steps where both ends are finite. The end returned is on the feasible side."""
-    assert callable(excess)
-    low = high = start
-    step = 1.0
-    f_high = excess(high)
-    while f_high > 0:
-        low, high, step = high, high + step, 2 * step
-        f_high = excess(high)
-    f_low = excess(low) if low < high else -1.0
-    step = 1.0
-    while f_low <= 0:
-        if step > 2**12:
-            raise PathError("every weight on some path is zero: there is nothing to balance")
-        low, step = low - step, 2 * step
-        f_low = excess(low)
-        if f_low <= 0:
-            high, f_high = low, f_low
+    steps where both ends are finite. The end returned is on the feasible side. None if the function
+    is negative all the way down: no live path reaches a unit that cannot be rescaled."""
+    low, high = _bracket(excess, start, reach)
+    if low is None:
+        return None
+    f_low, f_high = excess(low), excess(high)
     for turn in range(200):
-        if high - low <= 4e-16 * max(1.0, abs(high)) or f_high == 0:
-            break
         middle = (low + high) / 2
         if turn % 3 and math.isfinite(f_low) and math.isfinite(f_high):
-            secant = high - f_high * (high - low) / (f_high - f_low)
-            # A step that lands on the end it starts from gains nothing.
-            nudge = 1e-3 * (high - low) if turn % 3 == 1 else 1e-16
-            middle = min(max(secant + nudge, low), high)
+            # Twice out of three the secant, once a little inside it: else one end never moves.
+            inside = 1e-3 * (high - low) if turn % 3 == 1 else 0.0
+            middle = high - f_high * (high - low) / (f_high - f_low) + inside
         if not low < middle < high:
             middle = (low + high) / 2
-            if not low < middle < high:
-                break
+        if not low < middle < high or f_high == 0:
+            break
         value = excess(middle)
         if value > 0:
             low, f_low = middle, value
         else:
             high, f_high = middle, value
     return high
+
+
+def _bracket(excess: Callable[[float], float], start: float, reach: float) -> tuple[float | None, float]:
+    """An infeasible and a feasible point around ``start``."""
+    step = 1.0
+    if excess(start) > 0:
+        low = start
+        while excess(low + step) > 0:
+            low, step = low + step, 2 * step
+        return low, low + step
+    high = start
+    while excess(high - step) <= 0:
+        if step > reach:
+            return None, high
+        high, step = high - step, 2 * step
+    return high - step, high
 
 
 @dataclass
@@ -169,9 +172,13 @@ class _System:
 
     def scale(self) -> float:
         """log of the largest weight sum, to start from."""
-        ones = torch.ones(self.count, dtype=torch.float64)
-        largest = max(float(family.sums(ones, self.infinite).max()) for family in self.families)
+        largest = self.bound()
         return math.log(largest) if largest > 0 else 0.0
+
+    def bound(self) -> float:
+        """``mu^p`` of the network as it is."""
+        ones = torch.ones(self.count, dtype=torch.float64)
+        return max(float(family.sums(ones, self.infinite).max()) for family in self.families)
 
     def excess(self, log_damping: float) -> float:
         """log of the worst inequality of a unit that cannot be rescaled; +inf if M is infeasible."""
@@ -186,7 +193,7 @@ class _System:
 
     def solve(self, log_damping: float) -> Tensor | None:
         """The least ``a`` for one M, with ``log_damping = log M^-p``; None if there is none."""
-        damping = math.exp(log_damping)
+        damping = math.exp(min(log_damping, 709.0))
         powers = self.held.to(torch.float64)
         for families, classes, circular in self.components:
             if not circular:

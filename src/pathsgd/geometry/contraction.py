@@ -23,7 +23,7 @@ def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
         return _contract_scaled(arithmetic, x, weight)
     weight = weight.to(arithmetic.dtype)
     lead = x.mantissa.shape[:-1]
-    rows = x.mantissa.reshape(-1, x.mantissa.shape[-1])
+    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     if math.isinf(arithmetic.p):
         y = _max_product(rows, arithmetic.power(weight))
     elif torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad):
@@ -51,6 +51,8 @@ def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
 
 def _max_product(x: Tensor, edges: Tensor) -> Tensor:
     """``max_i edges[o, i] x[n, i]``."""
+    if not edges.numel():
+        return x.new_zeros(x.shape[0], edges.shape[0])
     step = max(BLOCK // max(edges.numel(), 1), 1)
     parts = [(edges * rows[:, None, :]).amax(-1) for rows in x.split(step)]
     return torch.cat(parts)
@@ -79,7 +81,7 @@ def _contract_scaled(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scale
     assert x.exponent is not None
     weight = weight.to(arithmetic.dtype)
     lead = x.mantissa.shape[:-1]
-    rows = x.mantissa.reshape(-1, x.mantissa.shape[-1])
+    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(-1)
     outputs, exponents = [], []
     for block in weight.split(max(BLOCK // max(weight.shape[1], 1), 1)):
@@ -99,6 +101,8 @@ def _sum_product(x: Tensor, edges: Tensor) -> Tensor:
 def folded(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """``|W[o, ...] 2^(tail - head_o)|^p`` and ``head``, chosen so that the largest entry of each row
     lies in [1/2, 1) before the power. ``tail`` broadcasts against ``weight``."""
+    if not weight.numel():
+        return weight, torch.full((weight.shape[0],), DEAD, dtype=torch.int32, device=weight.device)
     detached = weight.detach()
     exponent = torch.frexp(detached).exponent + tail
     exponent = torch.where((detached == 0) | (tail <= DEAD // 2), DEAD, exponent)

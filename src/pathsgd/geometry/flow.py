@@ -85,68 +85,62 @@ def in_range(flow: Flow, values: list[Scaled], gradients: list[Scaled | None] | 
     """Whether plain floats were enough. One look at the device for the whole network."""
     gradients = [None] * len(values) if gradients is None else gradients
     product, total, high = safe_range(flow.arithmetic.dtype)
-    looked: list[tuple[Tensor, float]] = []
-    for node, value, gradient in zip(flow.graph.nodes, values, gradients, strict=True):
-        if isinstance(node.operation, (*PRODUCTS, *SUMS)):
+    looked: list[tuple[int, Tensor, float, bool]] = []
+    for k, (node, value, gradient) in enumerate(zip(flow.graph.nodes, values, gradients, strict=True)):
+        if isinstance(node.operation, (*PRODUCTS, *SUMS)) and value.mantissa.numel():
             low = product if isinstance(node.operation, PRODUCTS) else total
-            looked.append((value.mantissa, low))
+            looked.append((k, value.mantissa, low, True))
             if gradient is not None:
-                looked.append((gradient.mantissa, total))
-    looked = [(m, low) for m, low in looked if m.numel()]
+                looked.append((k, gradient.mantissa, total, False))
     if not looked:
         return True
-    extremes = torch.stack([torch.stack(torch.aminmax(m)) for m, _ in looked]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(m)) for _, m, _, _ in looked]).tolist()
     if not all(largest <= high for _, largest in extremes):
         return False
-    suspects = [m for (m, low), (least, _) in zip(looked, extremes, strict=True) if least < low]
-    if not suspects:
-        return True
-    if any(bool(((m > 0) & (m < low)).any()) for m, low in looked):
-        return False
-    # What is left are zeros: dead units, unless a path weight underflowed.
-    return not (_lost_forward(flow, values) or _lost_backward(flow, values, gradients))
-
-
-def _lost_forward(flow: Flow, values: list[Scaled]) -> bool:
-    """Whether a unit that paths reach was computed to be zero."""
-    plain = Arithmetic(1.0, flow.arithmetic.dtype)
-    for k, node in enumerate(flow.graph.nodes):
-        if not isinstance(node.operation, (*PRODUCTS, *SUMS)):
+    for (k, m, low, forward), (least, _) in zip(looked, extremes, strict=True):
+        if least >= low:
             continue
-        weight = flow.weight(k)
-        alive = [_indicator(values[source].mantissa, plain) for source in node.inputs]
+        if bool(((m > 0) & (m < low)).any()):
+            return False
+        # What is left are zeros: dead units, unless a path weight underflowed.
+        if _lost_forward(flow, values, k) if forward else _lost_backward(flow, values, gradients, k):
+            return False
+    return True
+
+
+def _lost_forward(flow: Flow, values: list[Scaled], k: int) -> bool:
+    """Whether a unit of node k that paths reach was computed to be zero."""
+    node = flow.graph.nodes[k]
+    plain = Arithmetic(1.0, flow.arithmetic.dtype)
+    weight = flow.weight(k)
+    alive = [_indicator(values[source].mantissa, plain) for source in node.inputs]
+    nonzero = None if weight is None else (weight != 0).to(plain.dtype)
+    reached = apply(plain, node.operation, alive, nonzero, node.shape, flow.device)
+    return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
+
+
+def _lost_backward(flow: Flow, values: list[Scaled], gradients: list[Scaled | None], k: int) -> bool:
+    """The same question for what flows back into node k from its readers."""
+    plain = Arithmetic(1.0, flow.arithmetic.dtype)
+    own = gradients[k]
+    assert own is not None
+    for reader, node in enumerate(flow.graph.nodes):
+        gradient = gradients[reader]
+        if k not in node.inputs or gradient is None:
+            continue
+        weight = flow.weight(reader)
         nonzero = None if weight is None else (weight != 0).to(plain.dtype)
-        reached = apply(plain, node.operation, alive, nonzero, node.shape, flow.device)
-        if bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any()):
-            return True
+        inputs = [values[source] for source in node.inputs]
+        alive = _indicator(gradient.mantissa, plain)
+        back = adjoint(plain, node.operation, alive, nonzero, inputs)
+        for source, flowed in zip(node.inputs, back, strict=True):
+            if source == k and bool(((flowed.mantissa > 0) & (own.mantissa == 0)).any()):
+                return True
     return False
 
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> Scaled:
     return Scaled((x > 0).to(arithmetic.dtype))
-
-
-def _lost_backward(flow: Flow, values: list[Scaled], gradients: list[Scaled | None]) -> bool:
-    """The same question for the backward pass: liveness backward must agree with what was computed."""
-    plain = Arithmetic(1.0, flow.arithmetic.dtype)
-    nodes = flow.graph.nodes
-    for k, node in enumerate(nodes):
-        gradient = gradients[k]
-        operation = node.operation
-        if gradient is None or not isinstance(operation, (Linear, Conv, Scale)):
-            continue
-        source = node.inputs[0]
-        reached_by = gradients[source]
-        if reached_by is None:
-            continue
-        weight = flow.weight(k)
-        assert weight is not None
-        alive = _indicator(gradient.mantissa, plain)
-        nonzero = (weight != 0).to(plain.dtype)
-        (back,) = adjoint(plain, operation, alive, nonzero, [values[source]])
-        if bool(((back.mantissa > 0) & (reached_by.mantissa == 0)).any()):
-            return True
-    return False
 
 
 def flow_of(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> Flow:

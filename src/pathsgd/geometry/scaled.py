@@ -145,7 +145,7 @@ class Arithmetic:
 
     def normalised(self, x: Scaled) -> Scaled:
         """The same numbers with the largest mantissa of each unit in [1, 2^p)."""
-        if x.exponent is None:
+        if x.exponent is None or not x.mantissa.numel():
             return x
         shared = [d for d in range(x.mantissa.dim()) if x.exponent.shape[d] == 1]
         mantissa = x.mantissa.detach()
@@ -164,7 +164,7 @@ class Arithmetic:
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
-        w = w.reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
+        w = w.to(self.dtype).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
         if not self.exponents:
             return Scaled(self.power(w).expand(tuple(shape)))
         mantissa, exponent = split(w)

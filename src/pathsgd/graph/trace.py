@@ -102,7 +102,7 @@ def _export_at_batch_one(
     if cut is None:
         return _export(model, args, kwargs), []
     try:
-        return _export(model, *cut), []
+        return _export(model, *cut), _time_first(model) if batch_dim == 0 else []
     except TraceError:
         # Perhaps the model fixes its batch size, or the example has no batch axis at all.
         note = (
@@ -110,6 +110,19 @@ def _export_at_batch_one(
             "as positions; if it is no batch axis, pass batch_dim=None"
         )
         return _export(model, args, kwargs), [note]
+
+
+def _time_first(model: nn.Module) -> list[str]:
+    """A note if axis 0, which was taken for the batch, may be time. Only the user can know."""
+    for name, module in model.named_modules():
+        layers = (nn.RNNBase, nn.MultiheadAttention)
+        inner = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        if isinstance(inner, layers) and not inner.batch_first:
+            return [
+                f"{name!r} ({type(module).__name__}) takes time first, and axis 0 of the example was taken "
+                "for the batch; if it is time, pass batch_dim=1"
+            ]
+    return []
 
 
 def _cut_batch(inputs: Any, batch_dim: int | None) -> Any | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathsgd.errors import TraceError
 from pathsgd.graph.builder import Builder, Ends, Paths, Value, is_zero
 from pathsgd.graph.nodes import Weight
 from pathsgd.graph.rules.registry import Call, rule
@@ -14,7 +15,10 @@ def rnn_relu(b: Builder, call: Call) -> list[Value]:
         raise Ends("a recurrent layer on a packed sequence")
     x = call.paths("input")
     if len(b.shape(x)) == 3 and not call["batch_first"] and b.shape(x)[1] != 1:
-        raise Ends("a recurrent layer with batch_first=False and a batch: pass batch_dim=1 to trace")
+        raise TraceError(
+            f"{b.where!r} takes inputs (time, batch, features) but its batch axis still has size "
+            f"{b.shape(x)[1]}: pass batch_dim=1 to trace, or make the layer batch_first"
+        )
     time = (1 if call["batch_first"] else 0) if len(b.shape(x)) == 3 else 0
     directions = 2 if call["bidirectional"] else 1
     per_layer = 4 if call["has_biases"] else 2

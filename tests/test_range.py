@@ -1,0 +1,193 @@
+"""Depth, imbalance, zeros: nothing overflows, nothing that is alive is lost, and nothing is NaN."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from networks import SmallResNet, build
+from pathsgd.geometry.flow import flow_of, in_range
+from pathsgd.geometry.scales import scales
+
+DEPTH, WIDTH, ORDERS = 1000, 512, (1, 2, 8)
+
+
+def chain(depth, width, bias=False):
+    layers = []
+    for _ in range(depth):
+        layers += [nn.utils.skip_init(nn.Linear, width, width, bias=bias), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=math.sqrt(2 / width))
+    return model
+
+
+@torch.no_grad()
+def log_phi_reference(model, orders):
+    """log phi_p by logarithms in fp64, layer by layer: slow, and blind to any range."""
+    sums = {p: torch.zeros(model[0].in_features, dtype=torch.float64) for p in orders}
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            logs = layer.weight.double().abs().log()
+            for p in orders:
+                sums[p] = torch.logsumexp(p * logs + sums[p], 1)
+                if layer.bias is not None:
+                    sums[p] = torch.logaddexp(sums[p], p * layer.bias.double().abs().log())
+    return {p: torch.logsumexp(total, 0).item() / p for p, total in sums.items()}
+
+
+@torch.no_grad()
+def test_a_thousand_layers_before_and_after_rescaling():
+    model = chain(DEPTH, WIDTH)
+    graph = pathsgd.trace(model)
+    expected = log_phi_reference(model, ORDERS)
+    found = {p: pathsgd.path_norm(model, graph, p, log=True).item() for p in ORDERS}
+    for p in ORDERS:
+        assert found[p] == pytest.approx(expected[p], rel=1e-6)
+        assert_alive(scales(graph, graph.tensors(model), p))
+    generator = torch.Generator().manual_seed(0)
+    factors = {
+        str(2 * k): torch.exp2(torch.randint(-10, 11, (WIDTH,), generator=generator).double())
+        for k in range(DEPTH - 1)
+    }
+    pathsgd.rescale(model, graph, factors)
+    for p in ORDERS:
+        # Scales that are powers of two change no mantissa: equal, not close.
+        assert pathsgd.path_norm(model, graph, p, log=True).item() == found[p]
+        assert_alive(scales(graph, graph.tensors(model), p))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("p", [1, 1.5, 2, 8])
+def test_depth_with_biases(p):
+    model = chain(300, 32, bias=True)
+    graph = pathsgd.trace(model)
+    expected = log_phi_reference(model, [p])[p]
+    assert pathsgd.path_norm(model, graph, p, log=True).item() == pytest.approx(expected, rel=1e-6)
+    assert_alive(scales(graph, graph.tensors(model), p))
+
+
+def assert_alive(found):
+    """Every unit's path weight is a positive, finite mantissa: no weight is frozen by underflow."""
+    for gamma in found.values():
+        parts = [gamma.gamma_in, gamma.gamma_out] if gamma.rank_one else [gamma.whole]
+        for part in parts:
+            assert bool((part.mantissa > 0).all())
+            assert bool(torch.isfinite(part.mantissa).all())
+
+
+def test_plain_floats_fail_there():
+    """What the exponents are for: at the depths geometry predicts, plain fp32 gives inf or 0."""
+    model = chain(200, 64)
+    graph = pathsgd.trace(model)
+    for p in (1, 8):
+        flow = flow_of(graph, graph.tensors(model), p)
+        with torch.no_grad():
+            last = flow.forward()[-1].mantissa
+        assert not torch.isfinite(last).all() or not last.all()
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [10, 40, 100])
+def test_imbalance_in_fp32_is_exact(p, size):
+    """Units scaled by up to 2^+-size: the same mantissas, whatever range is needed to compute them."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    graph = pathsgd.trace(model)
+    before = {n: g.log2() for n, g in scales(graph, graph.tensors(model), p).items()}
+    weights = {n: w.detach().double().abs().log2() for n, w in model.named_parameters()}
+    phi = pathsgd.path_norm(model, graph, p).item()
+    drawn = torch.randint(-size // 2, size // 2 + 1, (2, 6), generator=torch.Generator().manual_seed(size))
+    factors = torch.exp2(drawn.double())
+    pathsgd.rescale(model, graph, {"0": factors[0], "2": factors[1]})
+    assert pathsgd.path_norm(model, graph, p).item() == phi
+    after = {n: g.log2() for n, g in scales(graph, graph.tensors(model), p).items()}
+    for name, w in model.named_parameters():
+        invariant = 2 * w.detach().double().abs().log2() + after[name]
+        assert torch.allclose(invariant, 2 * weights[name] + before[name], rtol=0, atol=1e-12)
+
+
+def test_underflow_is_told_from_death():
+    """A unit whose weights are tiny is alive and keeps its gamma; one whose weights are zero has none."""
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
+    graph = pathsgd.trace(model)
+    with torch.no_grad():
+        model[0].weight[0] = 1e-30
+        model[0].weight[1] = 0
+    found = scales(graph, graph.tensors(model), 2)
+    log2 = found["2.weight"].log2().flatten()
+    assert log2[0].item() == pytest.approx(math.log2(2e-60), rel=1e-6)
+    assert log2[1].item() == -math.inf
+    with torch.no_grad():
+        model[0].weight[0] = 1
+    flow = flow_of(graph, graph.tensors(model), 2)
+    with torch.no_grad():
+        values = flow.forward()
+        assert in_range(flow, values, flow.backward(values)), "a dead unit alone must not cost exponents"
+
+
+@pytest.mark.parametrize("exponents", [False, True])
+@pytest.mark.parametrize("p", [1, 1.5, 2, 3, math.inf])
+def test_zeros_give_zeros(p, exponents):
+    model, x = build(SmallResNet, torch.float32)
+    with torch.no_grad():
+        model.stages[1].conv1.weight.zero_()
+        model.stages[1].norm2.weight.zero_()
+        model.stages[0].norm1.weight[0], model.stages[0].norm1.bias[0] = 0, 0
+        model.head.weight[:, 3] = 0
+    graph = pathsgd.trace(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = scales(graph, graph.tensors(model), p, exponents=exponents)
+        model.train()(x).sum().backward()
+        for name, parameter in model.named_parameters():
+            gamma = found[name].dense()
+            assert bool(torch.isfinite(gamma).all()), name
+            # geometry.md: gamma = 0 implies a zero gradient, so that 0/0 := 0 loses nothing.
+            assert not parameter.grad[gamma == 0].any(), name
+        phi = pathsgd.path_norm(model, graph, p)
+        model.zero_grad()
+        phi.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_network_of_zeros(log):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    phi = pathsgd.path_norm(model, log=log)
+    assert phi.item() == (-math.inf if log else 0)
+    phi.backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    # The output biases are the only weights no other weight multiplies.
+    gamma = pathsgd.path_scales(model)
+    assert {name for name, value in gamma.items() if value.any()} == {"2.bias"}
+    assert pathsgd.group_norm(model).item() == 0
+    assert pathsgd.balance(model) == 0
+    assert pathsgd.rescaling_equivalent(model, model)
+
+
+def test_empty_batches_and_empty_layers():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    expected = pathsgd.path_scales(model)
+    found = pathsgd.path_scales(model, torch.zeros(0, 3))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it cannot initialise nothing
+        empty = nn.Sequential(nn.Linear(3, 0), nn.ReLU(), nn.Linear(0, 2))
+    assert torch.isfinite(pathsgd.path_norm(empty))
+    assert pathsgd.path_scales(empty)["0.weight"].shape == (0, 3)
+
+
+def test_the_log_is_differentiable_where_the_norm_overflows():
+    model = chain(300, 16)
+    phi = pathsgd.path_norm(model, p=8, log=True)
+    phi.backward()
+    # Euler: phi is homogeneous of degree one in the weights of each layer.
+    for layer in (model[0], model[300], model[-1]):
+        assert (layer.weight.grad * layer.weight).sum().item() == pytest.approx(1, rel=1e-4)
