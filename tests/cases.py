@@ -99,7 +99,7 @@ class Signs(Case):
     def unroll(self, net, w, x):
         a = net.linear(x, w["a.weight"], w["a.bias"])
         b = net.scale(net.linear(x, w["b.weight"], w["b.bias"]), 2.0)
-        x = net.relu(net.scale(net.add(a, b, signs=[1, -1]), self.gain.numpy() / 4))
+        x = net.relu(net.scale(net.add(a, b, signs=[1, -1]), -self.gain.numpy() / 4))
         half = net.scale(np.array([net._one()] * 3, dtype=object), -0.5)
         return net.linear(net.add(x, half), w["c.weight"], w["c.bias"])
 

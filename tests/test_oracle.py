@@ -55,6 +55,30 @@ def test_gamma_is_the_curvature_of_the_path_norm(case):
         assert_close(grad.numpy(), (2 * found[name].dense() * weight).numpy(), name)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_path_vector_itself(case):
+    """Every product along every path, with its sign; the order and the names of paths are free."""
+    model = build(case)
+    _, dag = model.oracle()
+    expected = sorted(value for value in dag.path_vector().values() if value)
+    found = pathsgd.path_vector(model, model.example())
+    assert_close(sorted(value for value in found.values() if value), expected, "path vector")
+
+
+def test_path_vectors_are_for_small_networks():
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 30))
+    with pytest.raises(ValueError, match="paths"):
+        pathsgd.path_vector(model)
+    squares = nn.Sequential(nn.Linear(2, 2), Squares(), nn.Linear(2, 2))
+    with pytest.raises(pathsgd.PathError, match="squares"):
+        pathsgd.path_vector(squares)
+
+
+class Squares(nn.Module):
+    def forward(self, x):
+        return x.relu().square()
+
+
 def test_a_broken_oracle_is_noticed():
     """The comparison can fail: leave one bias out, or count a tied weight once."""
     model = build(Tied)

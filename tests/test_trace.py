@@ -272,3 +272,18 @@ def test_time_first_layers_are_pointed_out():
     assert "'0' (TransformerEncoderLayer) takes time first" in str(graph)
     assert "batch_dim=1" in str(graph)
     assert not pathsgd.trace(model, torch.randn(5, 3, 8), batch_dim=1).notes
+
+
+def test_constants_written_in_the_code():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
+
+        def forward(self, x):
+            gain = torch.tensor([[2.0, 0.5, 3.0], [1.0, -4.0, 1.0]], dtype=torch.float64).t()
+            return self.b(self.a(x) * gain[1])
+
+    model = Constant().double()
+    expected = (model.b.weight.abs() * torch.tensor([0.5, 4.0])) @ model.a.weight.abs()
+    assert torch.allclose(pathsgd.path_norm(model, torch.randn(2, 3).double(), p=1), expected.sum())

@@ -8,6 +8,7 @@ from pathsgd.geometry.equivalence import Equivalence as Equivalence
 from pathsgd.geometry.equivalence import rescaling_equivalent as rescaling_equivalent
 from pathsgd.geometry.norms import group_norm as group_norm
 from pathsgd.geometry.norms import path_norm as path_norm
+from pathsgd.geometry.path_vector import path_vector as path_vector
 from pathsgd.geometry.rescale import rescale as rescale
 from pathsgd.geometry.rescale import unbalance as unbalance
 from pathsgd.geometry.scales import path_scales as path_scales

@@ -147,7 +147,7 @@ def flipped(operation: Conv, into: Shape, out: Shape) -> Conv:
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: Scaled) -> Scaled:
     x = arithmetic.common(x, [operation.dim])
-    matrix = window_matrix(operation.window).to(x.mantissa.device, arithmetic.dtype)
+    matrix = window_matrix(operation.window, arithmetic.dtype, x.mantissa.device)
     edges = arithmetic.power(matrix.t() if operation.adjoint else matrix)
     moved = x.mantissa.movedim(operation.dim, -1)
     if math.isinf(arithmetic.p):

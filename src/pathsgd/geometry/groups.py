@@ -99,34 +99,25 @@ def unit_groups(graph: PathGraph) -> list[Group]:
     for k, weight in graph.weights():
         if weight.parameter is not None:
             families.setdefault(root(k), []).append(k)
-    groups: list[Group] = []
-    seen: set[tuple[tuple[str, ...], ...]] = set()
+    # The same weights at another time, or at another call of a module, are the same units; the first
+    # step of a recurrence, which lacks the weights from its state, is part of the others.
+    distinct: dict[frozenset[tuple[str, ...]], list[int]] = {}
     for members in families.values():
-        # The same weights at another time, or at another call of the same module, are the same units.
-        names = tuple(_identity(graph, k) for k in members)
-        fresh = names not in seen and not any(set(names) <= set(other) for other in seen)
-        seen.add(names)
-        if fresh:
-            groups.append(_group(graph, members))
-    return [g for g in groups if not _contained(graph, g, groups)]
+        distinct.setdefault(frozenset(_identity(graph, k) for k in members), members)
+    return [
+        _group(graph, members) for names, members in distinct.items()
+        if not any(names < others for others in distinct)
+    ]  # fmt: skip
 
 
 def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
+    """What makes two uses of a weight the same edges: the operation and everything multiplied."""
     operation = graph.nodes[k].operation
     assert isinstance(operation, (Linear, Conv, Scale, Source))
     parameter = operation.weight.parameter
     assert parameter is not None
     factors = tuple(f"{factor.name}{factor.literal}" for factor in operation.weight.factors)
     return (type(operation).__name__, parameter.name, repr(parameter.views), *factors)
-
-
-def _contained(graph: PathGraph, group: Group, groups: list[Group]) -> bool:
-    """A recurrence's first step has fewer weights than its others: not a unit of its own."""
-    own = {_identity(graph, part.node) for part in group.parts}
-    return any(
-        own < {_identity(graph, part.node) for part in other.parts}
-        for other in groups if other is not group
-    )  # fmt: skip
 
 
 def _group(graph: PathGraph, members: list[int]) -> Group:

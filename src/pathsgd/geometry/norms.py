@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.flow import flow_of, in_range
+from pathsgd.geometry.flow import flow_of
 from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.range import forward_in_range
 from pathsgd.geometry.scaled import Arithmetic, Scaled, shift
 from pathsgd.geometry.scales import check_p
 from pathsgd.geometry.weights import Tensors
@@ -71,7 +72,7 @@ def _forward(graph: PathGraph, tensors: Tensors, p: float) -> tuple[Arithmetic, 
     """The forward pass in plain floats if they are enough, else with exponents."""
     with torch.no_grad():
         plain = flow_of(graph, tensors, p)
-        trusted = in_range(plain, plain.forward())
+        trusted = forward_in_range(plain, plain.forward())
     flow = flow_of(graph, tensors, p, exponents=not trusted)
     return flow.arithmetic, flow.forward()
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.convolution import weight_adjoint
-from pathsgd.geometry.flow import Flow, flow_of, in_range
+from pathsgd.geometry.flow import Flow, flow_of
 from pathsgd.geometry.movement import move
+from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
 from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
 from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source
@@ -102,13 +103,12 @@ def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool 
     check_p(p)
     if not exponents:
         flow = flow_of(graph, tensors, p)
-        values = flow.forward()
-        gradients = flow.backward(values)
-        if exponents is False or in_range(flow, values, gradients):
-            return Scales(_collect(flow, values, gradients))
-    flow = flow_of(graph, tensors, p, exponents=True)
-    values = flow.forward()
-    return Scales(_collect(flow, values, flow.backward(values)))
+        found = _measure(flow, None if exponents is False else RangeCheck(flow))
+        if found is not None:
+            return found
+    found = _measure(flow_of(graph, tensors, p, exponents=True), None)
+    assert found is not None
+    return found
 
 
 def path_scales(
@@ -127,35 +127,46 @@ def path_scales(
     return {name: gamma.dense() for name, gamma in found.items()}
 
 
-def _collect(flow: Flow, values: list[Scaled], gradients: list[Scaled | None]) -> dict[str, Gamma]:
-    arithmetic = flow.arithmetic
-    used: dict[str, list[int]] = {}
-    for k, weight in flow.graph.weights():
-        if weight.parameter is not None and gradients[k] is not None:
-            used.setdefault(weight.parameter.name, []).append(k)
+def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
+    """Both passes, and gamma of every parameter as the backward pass meets its uses. None if a check
+    was asked for and something was out of range."""
+    values = flow.forward()
+    uses: dict[str, int] = {}
+    for _, weight in flow.graph.weights():
+        if weight.parameter is not None:
+            uses[weight.parameter.name] = uses.get(weight.parameter.name, 0) + 1
     gammas: dict[str, Gamma] = {}
-    for name, info in flow.graph.parameters.items():
-        uses = used.get(name, [])
+    for k, gradient in flow.backward(values):
+        if check is not None:
+            check.see(k, values[k], forward=True)
+            check.see(k, gradient, forward=False)
+        operation = flow.graph.nodes[k].operation
+        if not isinstance(operation, (Source, Linear, Conv, Scale)) or operation.weight.parameter is None:
+            continue
+        info = flow.graph.parameters[operation.weight.parameter.name]
         if not info.normalised:
-            gammas[name] = _ones(flow, info.shape)
-        elif not uses:
-            gammas[name] = _zeros(flow, info.shape)
-        elif len(uses) == 1 and (factors := _factors(flow, values, gradients, uses[0])) is not None:
-            gammas[name] = Gamma(arithmetic, info.shape, *factors)
-        else:
-            parts = [_adjoint_of(flow, values, gradients, k) for k in uses]
-            gammas[name] = Gamma(arithmetic, info.shape, whole=arithmetic.add(parts))
-    return gammas
+            continue
+        factors = _factors(flow, values, gradient, k) if uses[info.name] == 1 else None
+        if factors is not None:
+            gammas[info.name] = Gamma(flow.arithmetic, info.shape, *factors)
+            continue
+        part = _adjoint_of(flow, values, gradient, k)
+        before = gammas.get(info.name)
+        whole = part if before is None else flow.arithmetic.add([before.product(), part])
+        gammas[info.name] = Gamma(flow.arithmetic, info.shape, whole=whole)
+    if check is not None and not check.passed(values):
+        return None
+    for name, info in flow.graph.parameters.items():
+        if name not in gammas:
+            gammas[name] = _constant(flow, info.shape, zero=info.normalised)
+    return Scales({name: gammas[name] for name in flow.graph.parameters})
 
 
-def _factors(
-    flow: Flow, values: list[Scaled], gradients: list[Scaled | None], k: int
-) -> tuple[Scaled, Scaled] | None:
+def _factors(flow: Flow, values: list[Scaled], gradient: Scaled, k: int) -> tuple[Scaled, Scaled] | None:
     """(gamma_out, gamma_in) if this use is a plain linear layer at one position."""
     node = flow.graph.nodes[k]
     operation = node.operation
-    gradient = gradients[k]
-    if not isinstance(operation, Linear) or gradient is None or operation.weight.factors:
+    if not isinstance(operation, Linear) or operation.weight.factors:
         return None
     parameter = operation.weight.parameter
     assert parameter is not None
@@ -172,11 +183,10 @@ def _vector(x: Scaled) -> Scaled:
     return move(Reshape((x.mantissa.shape[-1],)), x)
 
 
-def _adjoint_of(flow: Flow, values: list[Scaled], gradients: list[Scaled | None], k: int) -> Scaled:
+def _adjoint_of(flow: Flow, values: list[Scaled], gradient: Scaled, k: int) -> Scaled:
     """``dF/d|w|^p`` of a parameter through one of its uses, in the parameter's shape."""
     node = flow.graph.nodes[k]
-    operation, gradient = node.operation, gradients[k]
-    assert gradient is not None
+    operation = node.operation
     arithmetic = flow.arithmetic
     match operation:
         case Linear(weight):
@@ -214,13 +224,10 @@ def _linear_adjoint(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) -> Scal
     return arithmetic.normalised(Scaled(value, (head + tail).clamp(min=DEAD)))
 
 
-def _ones(flow: Flow, shape: tuple[int, ...]) -> Gamma:
+def _constant(flow: Flow, shape: tuple[int, ...], zero: bool) -> Gamma:
+    """gamma = 1 where nothing is normalised, 0 where no path leads on to an output."""
     one = flow.arithmetic.ones((1,) * len(shape), flow.device)
+    if zero:
+        exponent = None if one.exponent is None else torch.full_like(one.exponent, DEAD)
+        one = Scaled(torch.zeros_like(one.mantissa), exponent)
     return Gamma(flow.arithmetic, shape, whole=move(Expand(shape), one))
-
-
-def _zeros(flow: Flow, shape: tuple[int, ...]) -> Gamma:
-    one = flow.arithmetic.ones((1,) * len(shape), flow.device)
-    exponent = None if one.exponent is None else torch.full_like(one.exponent, DEAD)
-    zero = Scaled(torch.zeros_like(one.mantissa), exponent)
-    return Gamma(flow.arithmetic, shape, whole=move(Expand(shape), zero))

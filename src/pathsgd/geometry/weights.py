@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -19,9 +20,7 @@ def stored_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tenso
     """A tensor of the model (or a literal) as the graph sees it."""
     if stored.literal:
         like = next(iter(tensors.values()))
-        base = torch.tensor(stored.literal, dtype=dtype, device=like.device)
-        shape = stored_shape(stored)
-        tensor = base.reshape(shape)
+        tensor = _literal(stored.literal, stored.shape if not stored.views else (-1,), dtype, like.device)
     else:
         tensor = tensors[stored.name]
     if stored.inverse_sigma is not None:
@@ -32,9 +31,10 @@ def stored_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tenso
     return 1 / tensor.to(dtype) if stored.inverse else tensor
 
 
-def stored_shape(stored: Stored) -> Shape:
-    """The shape of a literal before its views."""
-    return stored.shape if not stored.views else (-1,)
+@functools.lru_cache(maxsize=1024)
+def _literal(numbers: tuple[float, ...], shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers written in the model's code, copied to the device once."""
+    return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
 
 
 def edge_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor:

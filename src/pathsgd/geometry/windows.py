@@ -11,8 +11,12 @@ from pathsgd.graph.nodes import Window
 
 
 @functools.lru_cache(maxsize=256)
-def window_matrix(window: Window) -> Tensor:
-    """``A[o, i]``, the weight of the edge from entry i to entry o, in fp64 on the CPU."""
+def window_matrix(window: Window, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``A[o, i]``, the weight of the edge from entry i to entry o. Kept, so that a step copies nothing."""
+    return _matrix(window).to(device, dtype)
+
+
+def _matrix(window: Window) -> Tensor:
     matrix = torch.zeros(window.out, window.size, dtype=torch.float64)
     if window.kind == "gather":
         for o, i in enumerate(window.index):

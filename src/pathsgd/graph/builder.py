@@ -114,7 +114,7 @@ class Builder:
         return self.emit(Scale(weight), (self.expand(x, shape),), shape)
 
     def times(self, x: Paths, value: float) -> Paths:
-        return x if abs(value) == 1 else self.scale(x, number(value))
+        return x if value == 1 else self.scale(x, number(value))
 
     def add(self, values: Sequence[Value]) -> Paths:
         shape = broadcast(*(self.shape(value) for value in values))

@@ -5,17 +5,12 @@ An operator without a rule ends the region, and the reason is kept.
 
 from __future__ import annotations
 
+# Importing a module registers its rules.
 from pathsgd.graph.rules import activations, edges, norms, sequences, shapes, windows
+from pathsgd.graph.rules.activations import why_it_ends
 from pathsgd.graph.rules.registry import RULES, Call, Result
 
 __all__ = [
-    "RULES",
-    "Call",
-    "Result",
-    "activations",
-    "edges",
-    "norms",
-    "sequences",
-    "shapes",
+    "RULES", "Call", "Result", "activations", "edges", "norms", "sequences", "shapes", "why_it_ends",
     "windows",
-]
+]  # fmt: skip

@@ -11,10 +11,27 @@ from pathsgd.graph.rules.windows import reduce_to
 # f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is.
 # Dropout multiplies by a mask, detach and the copies change no value.
 HOMOGENEOUS = (
-    "relu", "leaky_relu", "rrelu", "abs", "neg", "dropout", "native_dropout", "feature_dropout",
+    "relu", "leaky_relu", "rrelu", "abs", "dropout", "native_dropout", "feature_dropout",
     "clone", "contiguous", "detach", "alias", "lift_fresh", "lift_fresh_copy", "lift", "positive",
     "_to_copy", "to", "type_as", "float", "double", "conj", "resolve_conj", "resolve_neg",
 )  # fmt: skip
+
+
+# Known not to be: named so that a report can say that it is the mathematics, not a missing rule.
+NOT_HOMOGENEOUS = frozenset((
+    "gelu", "sigmoid", "tanh", "silu", "mish", "elu", "celu", "selu", "softplus", "softsign", "relu6",
+    "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "log_softmax",
+    "_log_softmax", "softmin", "logsigmoid", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos",
+    "glu", "lstm", "gru", "rnn_tanh", "local_response_norm", "linalg_vector_norm", "logsumexp",
+    "alpha_dropout", "feature_alpha_dropout",
+))  # fmt: skip
+
+
+def why_it_ends(name: str) -> str:
+    """The reason given for an operator without a rule."""
+    if name in NOT_HOMOGENEOUS:
+        return f"{name} is not positively homogeneous"
+    return f"there is no rule for the operator {name}"
 
 
 @rule(*HOMOGENEOUS)

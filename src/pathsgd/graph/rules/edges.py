@@ -186,7 +186,7 @@ def times(b: Builder, call: Call, left: Value | float, right: Value | float) -> 
         if isinstance(weight, Unknown):
             raise Ends(weight.reason)
         assert isinstance(weight, Weight)
-        if is_fixed(weight) and weight.shape == () and weight.factors[0].literal in ((1.0,), (-1.0,)):
+        if is_fixed(weight) and weight.shape == () and weight.factors[0].literal == (1.0,):
             return x
         return b.scale(x, weight if is_fixed(weight) else weight.as_role("scale"))
     if isinstance(left, Weight) and isinstance(right, Weight):
@@ -213,17 +213,22 @@ def div(b: Builder, call: Call) -> Value:
     return times(b, call, call["self"], replace(divisor, factors=factors))
 
 
+@rule("neg", "negative")
+def neg(b: Builder, call: Call) -> Value:
+    return times(b, call, call["self"], -1.0)
+
+
 @rule("add", "sub", "subtract", "rsub")
 def add(b: Builder, call: Call) -> Value:
-    """A difference acts on paths as a sum does: through absolute values."""
+    """A difference is a sum with edges of weight -1: on path norms it acts as a sum does."""
     alpha = call.get("alpha", default=1)
     left, right = (number(v) if isinstance(v, (int, float)) else v for v in (call["self"], call["other"]))
     if not (isinstance(left, Paths) or isinstance(right, Paths)):
         raise Ends("a weight computed as a sum of tensors")
-    scaled = left if call.name == "rsub" else right
-    if abs(alpha) != 1:
-        scaled = times(b, call, scaled, alpha)
-    left, right = (scaled, right) if call.name == "rsub" else (left, scaled)
+    sign = 1 if call.name == "add" else -1
+    if call.name == "rsub":
+        left, right = right, left
+    right = times(b, call, right, sign * alpha)
     return b.add([v.as_role("bias") if isinstance(v, Weight) else v for v in (left, right)])
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pathsgd.graph.builder import Builder, Paths, Value
-from pathsgd.graph.nodes import Stored, Weight
+from pathsgd.graph.nodes import Stored, Weight, number
 from pathsgd.graph.rules.registry import Call, rule
 from pathsgd.graph.rules.shapes import reshape_value
 
@@ -33,7 +33,7 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
 
     parts: list[Value] = [
         b.scale(x, edge(inverse_sigma)),
-        edge(inverse_sigma, _stored(mean)),
+        edge(inverse_sigma, _stored(mean), *number(-1).factors),
     ]
     if isinstance(bias, Weight):
         parts.append(_along(b, bias.as_role("norm bias"), len(b.shape(x)), channel=1))

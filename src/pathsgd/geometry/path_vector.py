@@ -1,0 +1,164 @@
+"""pi(w): the product of weights along every path of a small network, signs included."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.dag import Dag
+from pathsgd.errors import PathError
+from pathsgd.geometry.apply import apply
+from pathsgd.geometry.flow import Flow, flow_of
+from pathsgd.geometry.scaled import Arithmetic, Scaled
+from pathsgd.graph.moves import move_tensor
+from pathsgd.graph.nodes import (
+    Begin,
+    Cat,
+    Expand,
+    Node,
+    Operation,
+    Permute,
+    Reshape,
+    Shape,
+    Slice,
+    Source,
+    Square,
+)
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, trace
+
+
+def path_vector(
+    model: nn.Module, example_input: Example | PathGraph | None = None, *, max_paths: int = 100_000
+) -> dict[tuple[str, ...], float]:
+    """``{units on the path: product of its weights}`` for every path from an input (or the constant
+    unit) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many paths:
+    for small networks.
+
+    >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+    >>> model[0].weight.data = torch.tensor([[2.0], [-3.0]])
+    >>> model[2].weight.data = torch.tensor([[5.0, 1.0]])
+    >>> for path, product in sorted(path_vector(model).items()):
+    ...     print(*path, product)
+    input[0,0] 0[0,0] 2[0,0] 10.0
+    input[0,0] 0[0,1] 2[0,0] -3.0
+    """
+    graph = trace(model, example_input)
+    unrolled = _Unrolled(flow_of(graph, graph.tensors(model), 1))
+    dag = unrolled.dag(max_paths)
+    return {
+        tuple(str(v) for v in (path[0][0], *(head for _, head in path[:-1]))): product
+        for path, product in dag.path_vector().items()
+    }
+
+
+@dataclass(frozen=True)
+class _Signed(Arithmetic):
+    """Sums of the network itself: weights keep their sign."""
+
+    def power(self, w: Tensor) -> Tensor:
+        return w
+
+
+@dataclass
+class _Unrolled:
+    """Every unit of a network by name, and the weight of every edge."""
+
+    flow: Flow
+    names: list[str] = field(default_factory=list)
+    weights: dict[tuple[str, str], float] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def dag(self, max_paths: int) -> Dag[str]:
+        graph = self.flow.graph
+        values: list[Tensor] = []
+        for k, node in enumerate(graph.nodes):
+            values.append(self.visit(k, node, [values[source] for source in node.inputs]))
+        outputs = []
+        for k in graph.ends:
+            for unit in values[k].flatten().tolist():
+                outputs.append(f"out of {self.names[unit]}")
+                self.weights[self.names[unit], outputs[-1]] = 1.0
+        fed = {head for _, head in self.weights}
+        starts = {*self.inputs, *self.constants}
+        for name in self.names:
+            if name not in fed and name not in starts:
+                self.join("nothing", name, 0.0)
+        constants = [*self.constants, *(["nothing"] if any(u == "nothing" for u, _ in self.weights) else [])]
+        return Dag(self.weights, self.inputs, outputs, constants, fixed=(), linear=(), max_paths=max_paths)
+
+    def units(self, node: Node) -> Tensor:
+        """A new unit for every entry of a node's value, named after the module that made it."""
+        operation = node.operation
+        label = operation.reason if isinstance(operation, Begin) else node.where
+        label = label or type(operation).__name__.lower()
+        count = self.labels[label] = self.labels.get(label, 0) + 1
+        if count > 1:
+            label = f"{label}#{count}"
+        start = len(self.names)
+        size = math.prod(node.shape)
+        index = [torch.unravel_index(torch.tensor(k), node.shape) for k in range(size)]
+        self.names += [f"{label}[{','.join(str(int(i)) for i in places)}]" for places in index]
+        return torch.arange(start, start + size).reshape(node.shape)
+
+    def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
+        operation = node.operation
+        if isinstance(operation, (Reshape, Permute, Slice, Expand)):
+            return move_tensor(operation, inputs[0])
+        if isinstance(operation, Cat):
+            return torch.cat(inputs, operation.dim)
+        if isinstance(operation, Square):
+            raise PathError("the paths of a network of squares are no list: its units join two at a time")
+        out = self.units(node)
+        if isinstance(operation, Begin):
+            self.inputs += [self.names[unit] for unit in out.flatten().tolist()]
+            return out
+        signed = _Signed(1.0, torch.float64)
+        weight = self.flow.weight(k)
+        weight = None if weight is None else weight.double()
+        if isinstance(operation, Source):
+            self.constants.append(f"1 for {self.names[int(out.flatten()[0])]}")
+            row = apply(signed, operation, [], weight, node.shape, self.flow.device).mantissa
+            self.connect([self.constants[-1]], out, row.reshape(-1, 1))
+            return out
+        for place, units in enumerate(inputs):
+            matrix = self.matrix(
+                signed, operation, place, [tuple(i.shape) for i in inputs], weight, node.shape
+            )
+            self.connect([self.names[u] for u in units.flatten().tolist()], out, matrix)
+        return out
+
+    def matrix(
+        self,
+        signed: Arithmetic,
+        operation: Operation,
+        place: int,
+        shapes: list[Shape],
+        weight: Tensor | None,
+        shape: Shape,
+    ) -> Tensor:
+        """The coefficients of one input of a node, column by column."""
+        columns = []
+        for k in range(math.prod(shapes[place])):
+            basis = [torch.zeros(s, dtype=torch.float64) for s in shapes]
+            basis[place].view(-1)[k] = 1
+            result = apply(signed, operation, [Scaled(b) for b in basis], weight, shape, self.flow.device)
+            columns.append(result.mantissa.flatten())
+        return torch.stack(columns, 1) if columns else torch.zeros(math.prod(shape), 0)
+
+    def connect(self, tails: list[str], heads: Tensor, matrix: Tensor) -> None:
+        for o, i in matrix.nonzero().tolist():
+            self.join(tails[i], self.names[int(heads.flatten()[o])], float(matrix[o, i]))
+
+    def join(self, tail: str, head: str, weight: float) -> None:
+        if (tail, head) in self.weights:  # a value added to itself: a Dag has no parallel edges
+            between = f"{tail} again, to {head}, {len(self.weights)}"
+            self.weights[tail, between] = 1.0
+            tail = between
+        self.weights[tail, head] = weight

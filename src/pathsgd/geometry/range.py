@@ -1,0 +1,105 @@
+"""Were plain floats enough? If not, the pass is run again with exponents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.apply import adjoint, apply
+from pathsgd.geometry.flow import Flow
+from pathsgd.geometry.scaled import Arithmetic, Scaled
+from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Reduce, Scale, Source, Square
+
+PRODUCTS = (Source, Scale, Square)
+SUMS = (Linear, Conv, Add, AxisMap, Reduce)
+
+
+def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
+    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
+
+    A term of a sum is known to within the smallest subnormal times the largest number; a sum over
+    these bounds is so much larger that nothing is lost. A product only has to be a normal number.
+    """
+    if dtype == torch.float64:
+        return 2.0**-1000, 2.0**-600, 2.0**400
+    return 2.0**-120, 2.0**-60, 2.0**40
+
+
+@dataclass
+class RangeCheck:
+    """Notes the extremes of a pass as it goes and looks at them once, at the end."""
+
+    flow: Flow
+    looked: list[tuple[int, bool, Tensor]] = field(default_factory=list)
+
+    def see(self, k: int, value: Scaled, forward: bool) -> None:
+        if isinstance(self.flow.graph.nodes[k].operation, (*PRODUCTS, *SUMS)) and value.mantissa.numel():
+            self.looked.append((k, forward, torch.stack(torch.aminmax(value.mantissa))))
+
+    def passed(self, values: list[Scaled]) -> bool:
+        if not self.looked:
+            return True
+        product, total, high = safe_range(self.flow.arithmetic.dtype)
+        extremes = torch.stack([pair for _, _, pair in self.looked]).tolist()
+        if not all(largest <= high for _, largest in extremes):
+            return False
+        suspects = []
+        for (k, forward, _), (least, _) in zip(self.looked, extremes, strict=True):
+            single = forward and isinstance(self.flow.graph.nodes[k].operation, PRODUCTS)
+            low = product if single else total
+            if not least >= low:
+                suspects.append((k, forward, low))
+        return not suspects or self._only_dead(suspects, values)
+
+    def _only_dead(self, suspects: list[tuple[int, bool, float]], values: list[Scaled]) -> bool:
+        """Whether what is out of range is zero, and rightly so: no path reaches those units."""
+        gradients: dict[int, Scaled] = {}
+        if not all(forward for _, forward, _ in suspects):
+            gradients = dict(self.flow.backward(values))
+        for k, forward, low in suspects:
+            m = (values[k] if forward else gradients[k]).mantissa
+            if bool(((m > 0) & (m < low)).any()):
+                return False
+            if self._lost_forward(k, values) if forward else self._lost_backward(k, values, gradients):
+                return False
+        return True
+
+    def _lost_forward(self, k: int, values: list[Scaled]) -> bool:
+        """Whether a unit of node k that paths reach was computed to be zero."""
+        node = self.flow.graph.nodes[k]
+        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
+        alive = [_indicator(values[source].mantissa, plain) for source in node.inputs]
+        reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.flow.device)
+        return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
+
+    def _lost_backward(self, k: int, values: list[Scaled], gradients: dict[int, Scaled]) -> bool:
+        """The same question for what flows back into node k from its readers."""
+        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
+        for reader, node in enumerate(self.flow.graph.nodes):
+            if k not in node.inputs or reader not in gradients:
+                continue
+            inputs = [values[source] for source in node.inputs]
+            alive = _indicator(gradients[reader].mantissa, plain)
+            back = adjoint(plain, node.operation, alive, self._nonzero(reader), inputs)
+            for source, flowed in zip(node.inputs, back, strict=True):
+                if source == k and bool(((flowed.mantissa > 0) & (gradients[k].mantissa == 0)).any()):
+                    return True
+        return False
+
+    def _nonzero(self, k: int) -> Tensor | None:
+        weight = self.flow.weight(k)
+        return None if weight is None else (weight != 0).to(self.flow.arithmetic.dtype)
+
+
+def _indicator(x: Tensor, arithmetic: Arithmetic) -> Scaled:
+    return Scaled((x > 0).to(arithmetic.dtype))
+
+
+def forward_in_range(flow: Flow, values: list[Scaled]) -> bool:
+    """Whether a forward pass was."""
+    check = RangeCheck(flow)
+    for k, value in enumerate(values):
+        check.see(k, value, forward=True)
+    return check.passed(values)

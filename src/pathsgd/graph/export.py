@@ -1,0 +1,156 @@
+"""torch.export at batch one, with the model left as it was and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from pathsgd.errors import TraceError
+
+
+def export_at_batch_one(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
+) -> tuple[ExportedProgram, list[str]]:
+    """The exported program, and what a reader of the report should know about it."""
+    cut = _cut_batch((args, kwargs), batch_dim)
+    if cut is None:
+        return _export(model, args, kwargs), []
+    try:
+        return _export(model, *cut), _time_first(model) if batch_dim == 0 else []
+    except TraceError:
+        # Perhaps the model fixes its batch size, or the example has no batch axis at all.
+        note = (
+            f"axis {batch_dim} of the example could not be cut to one entry, so all of it counts "
+            "as positions; if it is no batch axis, pass batch_dim=None"
+        )
+        return _export(model, args, kwargs), [note]
+
+
+def _time_first(model: nn.Module) -> list[str]:
+    """A note if axis 0, which was taken for the batch, may be time. Only the user can know."""
+    for name, module in model.named_modules():
+        layers = (nn.RNNBase, nn.MultiheadAttention)
+        inner = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        if isinstance(inner, layers) and not inner.batch_first:
+            return [
+                f"{name!r} ({type(module).__name__}) takes time first, and axis 0 of the example was taken "
+                "for the batch; if it is time, pass batch_dim=1"
+            ]
+    return []
+
+
+def _cut_batch(inputs: Any, batch_dim: int | None) -> Any | None:
+    """The inputs at batch one; None if they are already."""
+    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    if batch_dim is None or not tensors or tensors[0].dim() <= batch_dim:
+        return None
+    size = tensors[0].shape[batch_dim]
+    if size == 1:
+        return None
+
+    def cut(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() <= batch_dim or x.shape[batch_dim] != size:
+            return x
+        shape = list(x.shape)
+        shape[batch_dim] = 1
+        return x.narrow(batch_dim, 0, 1) if size else x.new_zeros(shape)
+
+    return pytree.tree_map(cut, inputs)
+
+
+class _RunningStatistics(TorchFunctionMode):
+    """Batch norm by its running statistics, also in training mode: batch one has no others."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is nn.functional.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _batch_norm(
+        input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+        momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        from_batch = training and running_mean is None
+        return torch.batch_norm(
+            input, weight, bias, running_mean, running_var, from_batch, momentum, eps, False
+        )
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        with _untouched(model), _RunningStatistics(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, args, kwargs, strict=False)
+            if _mutates(program):
+                program = program.run_decompositions({})
+    except Exception as error:
+        raise _explained(model, error, args, kwargs) from error
+    return program
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward pass under export leaves in the modules (fake tensors, for one)."""
+    saved = [(module, dict(module.__dict__)) for module in model.modules()]
+    lists = [
+        (value, list(value)) for _, attributes in saved for value in attributes.values()
+        if isinstance(value, list)
+    ]  # fmt: skip
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for module, attributes in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for value, items in lists:
+            value[:] = items
+
+
+def _mutates(program: ExportedProgram) -> bool:
+    """Whether an activation is written in place, so that the program must be made functional."""
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        value = node.args[0].meta.get("val") if node.args else None
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return True
+    return False
+
+
+def _explained(
+    model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TraceError:
+    """A TraceError that names the module in which export failed, and says what to do."""
+    names = {module: name for name, module in model.named_modules()}
+    where = type(model).__name__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        inner = frame.f_locals.get("self")
+        if isinstance(inner, nn.Module) and names.get(inner):
+            where = f"{names[inner]!r} ({type(inner).__name__})"
+    shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    message = str(error).strip().splitlines() or [type(error).__name__]
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        advice = (
+            "its control flow depends on values, which torch.export cannot follow; rewrite it with "
+            "torch.where or trace the part of the model that does not need it"
+        )
+    else:
+        advice = f"check that example_input {shapes} is what the model's forward takes"
+    return TraceError(f"tracing failed in {where}: {message[0]} ({advice})")
