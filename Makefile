@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCH ?= $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)) # _x.py is a helper, not a benchmark
+BENCH ?= benchmarks/geometry.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -38,7 +38,7 @@ format: $(STAMP) ## rewrite the sources into the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## run every file of benchmarks/, or those named by BENCH
+bench: $(STAMP) ## run the benchmarks, or those named by BENCH
 	@set -e; for file in $(BENCH); do echo "==> $$file"; $(BIN)/python $$file; done
 
 venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed

@@ -368,7 +368,7 @@ class Resized(Case):
 
 
 class Embedded(Case):
-    """Token embedding, positions as a learned constant, and a linear layer at every position."""
+    """Tokens behind a learned first one, positions as a learned constant, a linear layer everywhere."""
 
     shape = (2,)
     dtype = torch.int64
@@ -376,19 +376,21 @@ class Embedded(Case):
     def __init__(self):
         super().__init__()
         self.table, self.out = nn.Embedding(3, 2), nn.Linear(2, 2)
-        self.places = nn.Parameter(torch.randn(2, 2))
+        self.first, self.places = nn.Parameter(torch.randn(1, 1, 2)), nn.Parameter(torch.randn(3, 2))
 
     def example(self, batch=3):
         return torch.zeros(batch, *self.shape, dtype=torch.int64)
 
     def forward(self, tokens):
-        return self.out((self.table(tokens) + self.places).relu())
+        x = torch.cat([self.first.expand(len(tokens), -1, -1), self.table(tokens)], 1)
+        return self.out((x + self.places).relu())
 
     def oracle(self):
         net = Unroller()
         w = parameters(self)
         x = net.embedding(net.input((2, 3)), w["table.weight"])
-        x = net.relu(net.shift_param(x, w["places"]))
+        first = net.scale_param(np.full((1, 2), net._one(), dtype=object), w["first"][0])
+        x = net.relu(net.shift_param(np.concatenate([first, x]), w["places"]))
         return net, net.dag(net.linear(x, w["out.weight"], w["out.bias"]))
 
 

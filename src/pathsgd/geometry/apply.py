@@ -81,10 +81,11 @@ def adjoint(
     operation: Operation,
     gradient: Scaled,
     weight: Tensor | None,
-    inputs: list[Scaled],
+    shapes: list[Shape],
+    squared: Scaled | None = None,
 ) -> list[Scaled]:
-    """The path weight that flows back to each input of a node."""
-    shapes = [tuple(x.mantissa.shape) for x in inputs]
+    """The path weight that flows back to each input of a node, given their shapes (and the value
+    that is squared, the one operation that is not linear)."""
     match operation:
         case Begin() | Source():
             return []
@@ -99,11 +100,12 @@ def adjoint(
             assert weight is not None
             return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
         case Add():
-            return [gradient] * len(inputs)
+            return [gradient] * len(shapes)
         case Square():
             # d(x^2) = 2 x dx; the best pair of paths (p = inf) has no factor 2.
             factor = 1 if math.isinf(arithmetic.p) else 2
-            pair = arithmetic.multiply(gradient, inputs[0])
+            assert squared is not None
+            pair = arithmetic.multiply(gradient, squared)
             return [Scaled(pair.mantissa * factor, pair.exponent)]
         case AxisMap():
             return [axis_map(arithmetic, replace(operation, adjoint=True), gradient)]

@@ -11,8 +11,10 @@ from torch import Tensor
 from pathsgd.geometry.apply import adjoint, apply
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.geometry.weights import Tensors, edge_weights
-from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Source
+from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Source, Square
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
+
+Values = dict[int, Scaled]
 
 
 @dataclass(frozen=True)
@@ -34,24 +36,29 @@ class Flow:
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
-    def forward(self) -> list[Scaled]:
-        """``gamma_in`` of every node: the sum over paths that arrive there."""
-        values: list[Scaled] = []
-        for k, node in enumerate(self.graph.nodes):
+    def forward(self) -> Iterator[tuple[int, Scaled]]:
+        """``gamma_in`` of every node in order: the sum over paths that arrive there."""
+        nodes = self.graph.nodes
+        last_reader = {source: k for k, node in enumerate(nodes) for source in node.inputs}
+        values: dict[int, Scaled] = {}
+        for k, node in enumerate(nodes):
             inputs = [values[source] for source in node.inputs]
-            values.append(
-                apply(self.arithmetic, node.operation, inputs, self.weight(k), node.shape, self.device)
-            )
-        return values
+            weight = self.weight(k)
+            values[k] = apply(self.arithmetic, node.operation, inputs, weight, node.shape, self.device)
+            yield k, values[k]
+            for source in node.inputs:
+                if last_reader[source] == k:
+                    values.pop(source, None)
 
-    def backward(self, values: list[Scaled]) -> Iterator[tuple[int, Scaled]]:
+    def backward(self, values: Values) -> Iterator[tuple[int, Scaled]]:
         """``gamma_out`` of every node that paths leave, from the last to the first: the sum over them.
 
-        Only what is still needed is kept in memory.
+        ``values`` are those of the forward pass at :meth:`needed`; they are dropped when used up.
         """
         nodes = self.graph.nodes
         flows: list[list[Scaled]] = [[] for _ in nodes]
         for k in reversed(range(len(nodes))):
+            values.pop(k, None)
             if k in self.graph.ends:
                 flows[k].append(self.arithmetic.ones(nodes[k].shape, self.device))
             if not flows[k]:
@@ -62,10 +69,24 @@ class Flow:
             # What flows into a place where paths begin is asked for by nobody.
             if all(isinstance(nodes[source].operation, Begin) for source in nodes[k].inputs):
                 continue
-            inputs = [values[source] for source in nodes[k].inputs]
-            back = adjoint(self.arithmetic, nodes[k].operation, gradient, self.weight(k), inputs)
+            back = self.adjoint(k, gradient, values)
             for source, flow in zip(nodes[k].inputs, back, strict=True):
                 flows[source].append(flow)
+
+    def adjoint(self, k: int, gradient: Scaled, values: Values) -> list[Scaled]:
+        """What flows back from node k to each of its inputs."""
+        node = self.graph.nodes[k]
+        shapes = [self.graph.nodes[source].shape for source in node.inputs]
+        squared = values[node.inputs[0]] if isinstance(node.operation, Square) else None
+        return adjoint(self.arithmetic, node.operation, gradient, self.weight(k), shapes, squared)
+
+    def needed(self) -> set[int]:
+        """The nodes whose forward value the backward pass asks for: what is multiplied by a weight."""
+        needed: set[int] = set()
+        for node in self.graph.nodes:
+            if isinstance(node.operation, (Linear, Conv, Scale, Square)):
+                needed.update(node.inputs)
+        return needed
 
 
 def flow_of(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> Flow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from pathsgd.errors import PathError
 from pathsgd.geometry.flow import flow_of
 from pathsgd.geometry.groups import unit_groups
-from pathsgd.geometry.range import forward_in_range
+from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import Arithmetic, Scaled, shift
 from pathsgd.geometry.scales import check_p
 from pathsgd.geometry.weights import Tensors
@@ -18,6 +19,26 @@ from pathsgd.graph.path_graph import PathGraph, compute_dtype
 from pathsgd.graph.trace import Example, trace
 
 
+@overload
+def path_norm(
+    model: nn.Module,
+    example_input: Example | PathGraph | None = ...,
+    p: float = ...,
+    *,
+    per_output: Literal[False] = ...,
+    log: bool = ...,
+    region: int | None = ...,
+) -> Tensor: ...
+@overload
+def path_norm(
+    model: nn.Module,
+    example_input: Example | PathGraph | None = ...,
+    p: float = ...,
+    *,
+    per_output: Literal[True],
+    log: bool = ...,
+    region: int | None = ...,
+) -> list[Tensor]: ...
 def path_norm(
     model: nn.Module,
     example_input: Example | PathGraph | None = None,
@@ -47,8 +68,7 @@ def path_norm(
     ends = _measured(graph, region)
     if per_output and region is None:
         ends = list(graph.outputs)
-    arithmetic, values = _forward(graph, tensors, p)
-    found = [values[k] for k in ends]
+    arithmetic, found = _forward(graph, tensors, p, ends)
     if per_output:
         return [_rooted(arithmetic, value, log) for value in found]
     sums = [
@@ -68,13 +88,19 @@ def _flat_exponent(value: Scaled) -> Tensor | None:
     return value.exponent.expand(value.mantissa.shape).reshape(-1)
 
 
-def _forward(graph: PathGraph, tensors: Tensors, p: float) -> tuple[Arithmetic, list[Scaled]]:
-    """The forward pass in plain floats if they are enough, else with exponents."""
+def _forward(
+    graph: PathGraph, tensors: Tensors, p: float, ends: list[int]
+) -> tuple[Arithmetic, list[Scaled]]:
+    """The path weights that arrive at ``ends``: in plain floats if they are enough, else with exponents."""
     with torch.no_grad():
         plain = flow_of(graph, tensors, p)
-        trusted = forward_in_range(plain, plain.forward())
+        check = RangeCheck(plain)
+        for k, value in plain.forward():
+            check.see(k, value, forward=True)
+        trusted = check.passed()
     flow = flow_of(graph, tensors, p, exponents=not trusted)
-    return flow.arithmetic, flow.forward()
+    values = {k: value for k, value in flow.forward() if k in ends}
+    return flow.arithmetic, [values[k] for k in ends]
 
 
 def _rooted(arithmetic: Arithmetic, x: Scaled, log: bool) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.apply import adjoint, apply
-from pathsgd.geometry.flow import Flow
+from pathsgd.geometry.flow import Flow, Values
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Reduce, Scale, Source, Square
 
@@ -35,10 +35,18 @@ class RangeCheck:
     looked: list[tuple[int, bool, Tensor]] = field(default_factory=list)
 
     def see(self, k: int, value: Scaled, forward: bool) -> None:
-        if isinstance(self.flow.graph.nodes[k].operation, (*PRODUCTS, *SUMS)) and value.mantissa.numel():
-            self.looked.append((k, forward, torch.stack(torch.aminmax(value.mantissa))))
+        operation = self.flow.graph.nodes[k].operation
+        if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
+            return
+        mantissa = value.mantissa
+        if forward and isinstance(operation, Source):
+            # A bias of zero is common and no reason to look closer.
+            weight = self.flow.weight(k)
+            assert weight is not None
+            mantissa = torch.where(weight == 0, 1, self.flow.arithmetic.power(weight.to(mantissa.dtype)))
+        self.looked.append((k, forward, torch.stack(torch.aminmax(mantissa))))
 
-    def passed(self, values: list[Scaled]) -> bool:
+    def passed(self) -> bool:
         if not self.looked:
             return True
         product, total, high = safe_range(self.flow.arithmetic.dtype)
@@ -51,13 +59,15 @@ class RangeCheck:
             low = product if single else total
             if not least >= low:
                 suspects.append((k, forward, low))
-        return not suspects or self._only_dead(suspects, values)
+        return not suspects or self._only_dead(suspects)
 
-    def _only_dead(self, suspects: list[tuple[int, bool, float]], values: list[Scaled]) -> bool:
+    def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""
-        gradients: dict[int, Scaled] = {}
+        # Rare enough that the passes are run again rather than kept in memory.
+        values = dict(self.flow.forward())
+        gradients: Values = {}
         if not all(forward for _, forward, _ in suspects):
-            gradients = dict(self.flow.backward(values))
+            gradients = dict(self.flow.backward(dict(values)))
         for k, forward, low in suspects:
             m = (values[k] if forward else gradients[k]).mantissa
             if bool(((m > 0) & (m < low)).any()):
@@ -66,7 +76,7 @@ class RangeCheck:
                 return False
         return True
 
-    def _lost_forward(self, k: int, values: list[Scaled]) -> bool:
+    def _lost_forward(self, k: int, values: Values) -> bool:
         """Whether a unit of node k that paths reach was computed to be zero."""
         node = self.flow.graph.nodes[k]
         plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
@@ -74,15 +84,17 @@ class RangeCheck:
         reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.flow.device)
         return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
 
-    def _lost_backward(self, k: int, values: list[Scaled], gradients: dict[int, Scaled]) -> bool:
+    def _lost_backward(self, k: int, values: Values, gradients: Values) -> bool:
         """The same question for what flows back into node k from its readers."""
         plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
-        for reader, node in enumerate(self.flow.graph.nodes):
+        nodes = self.flow.graph.nodes
+        for reader, node in enumerate(nodes):
             if k not in node.inputs or reader not in gradients:
                 continue
-            inputs = [values[source] for source in node.inputs]
+            shapes = [nodes[source].shape for source in node.inputs]
             alive = _indicator(gradients[reader].mantissa, plain)
-            back = adjoint(plain, node.operation, alive, self._nonzero(reader), inputs)
+            weight = self._nonzero(reader)
+            back = adjoint(plain, node.operation, alive, weight, shapes, values[node.inputs[0]])
             for source, flowed in zip(node.inputs, back, strict=True):
                 if source == k and bool(((flowed.mantissa > 0) & (gradients[k].mantissa == 0)).any()):
                     return True
@@ -95,11 +107,3 @@ class RangeCheck:
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> Scaled:
     return Scaled((x > 0).to(arithmetic.dtype))
-
-
-def forward_in_range(flow: Flow, values: list[Scaled]) -> bool:
-    """Whether a forward pass was."""
-    check = RangeCheck(flow)
-    for k, value in enumerate(values):
-        check.see(k, value, forward=True)
-    return check.passed(values)

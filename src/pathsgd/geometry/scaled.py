@@ -108,6 +108,8 @@ class Arithmetic:
         return x.sum(tuple(dims), keepdim=True)
 
     def reduce(self, x: Scaled, dims: Sequence[int]) -> Scaled:
+        if not dims:  # torch takes no axes for all axes
+            return x
         x = self.common(x, dims)
         return self.normalised(Scaled(self.total(x.mantissa, dims), x.exponent))
 

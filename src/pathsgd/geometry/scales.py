@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.convolution import weight_adjoint
-from pathsgd.geometry.flow import Flow, flow_of
+from pathsgd.geometry.flow import Flow, Values, flow_of
 from pathsgd.geometry.movement import move
 from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
@@ -130,7 +130,14 @@ def path_scales(
 def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
     """Both passes, and gamma of every parameter as the backward pass meets its uses. None if a check
     was asked for and something was out of range."""
-    values = flow.forward()
+    needed = flow.needed()
+    values: Values = {}
+    for k, value in flow.forward():
+        if k in needed:
+            values[k] = value
+        if check is not None:
+            check.see(k, value, forward=True)
+    del value
     uses: dict[str, int] = {}
     for _, weight in flow.graph.weights():
         if weight.parameter is not None:
@@ -138,7 +145,6 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
     gammas: dict[str, Gamma] = {}
     for k, gradient in flow.backward(values):
         if check is not None:
-            check.see(k, values[k], forward=True)
             check.see(k, gradient, forward=False)
         operation = flow.graph.nodes[k].operation
         if not isinstance(operation, (Source, Linear, Conv, Scale)) or operation.weight.parameter is None:
@@ -154,7 +160,7 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
         before = gammas.get(info.name)
         whole = part if before is None else flow.arithmetic.add([before.product(), part])
         gammas[info.name] = Gamma(flow.arithmetic, info.shape, whole=whole)
-    if check is not None and not check.passed(values):
+    if check is not None and not check.passed():
         return None
     for name, info in flow.graph.parameters.items():
         if name not in gammas:
@@ -162,7 +168,7 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
     return Scales({name: gammas[name] for name in flow.graph.parameters})
 
 
-def _factors(flow: Flow, values: list[Scaled], gradient: Scaled, k: int) -> tuple[Scaled, Scaled] | None:
+def _factors(flow: Flow, values: Values, gradient: Scaled, k: int) -> tuple[Scaled, Scaled] | None:
     """(gamma_out, gamma_in) if this use is a plain linear layer at one position."""
     node = flow.graph.nodes[k]
     operation = node.operation
@@ -183,7 +189,7 @@ def _vector(x: Scaled) -> Scaled:
     return move(Reshape((x.mantissa.shape[-1],)), x)
 
 
-def _adjoint_of(flow: Flow, values: list[Scaled], gradient: Scaled, k: int) -> Scaled:
+def _adjoint_of(flow: Flow, values: Values, gradient: Scaled, k: int) -> Scaled:
     """``dF/d|w|^p`` of a parameter through one of its uses, in the parameter's shape."""
     node = flow.graph.nodes[k]
     operation = node.operation

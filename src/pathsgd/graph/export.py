@@ -67,6 +67,23 @@ def _cut_batch(inputs: Any, batch_dim: int | None) -> Any | None:
     return pytree.tree_map(cut, inputs)
 
 
+class _TensorsOnly(nn.Module):
+    """The model with what else it returns (a cache, a plain object) left out: export would refuse it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        outputs = pytree.tree_leaves(self.model(*args, **kwargs))
+        return [x for x in outputs if isinstance(x, Tensor)]
+
+
+def own_name(name: str) -> str:
+    """A name in the exported program as the model itself has it."""
+    return name.removeprefix("model.") if name != "model" else ""
+
+
 class _RunningStatistics(TorchFunctionMode):
     """Batch norm by its running statistics, also in training mode: batch one has no others."""
 
@@ -93,7 +110,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         with _untouched(model), _RunningStatistics(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, args, kwargs, strict=False)
+            program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
     except Exception as error:

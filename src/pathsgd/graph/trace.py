@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from pathsgd.errors import TraceError
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
-from pathsgd.graph.export import export_at_batch_one
+from pathsgd.graph.export import export_at_batch_one, own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.regions import describe_parameters, find_regions
@@ -138,7 +138,7 @@ class _Environment:
             self.values[node] = value
             return
         shape = tuple(map(int, value.shape))
-        target = spec.target or ""
+        target = own_name(spec.target or "")
         if spec.kind == InputKind.PARAMETER:
             self.values[node] = Weight(shape, Stored(shape, self.names[target]))
         elif target in self.buffers and value.is_floating_point():
@@ -146,11 +146,11 @@ class _Environment:
         elif spec.kind == InputKind.USER_INPUT and value.is_floating_point():
             self.values[node] = self.builder.begin(shape, "input")
         else:
-            self.values[node] = self._literal(target, shape, value)
+            self.values[node] = self._literal(spec.target or "", shape, value)
 
-    def _literal(self, target: str, shape: tuple[int, ...], fake: Tensor) -> Weight | Unknown:
+    def _literal(self, spec_target: str, shape: tuple[int, ...], fake: Tensor) -> Weight | Unknown:
         """A tensor written in the model's code, by its numbers; anything else carries no path."""
-        constant = self.program.constants.get(target)
+        constant = self.program.constants.get(spec_target)
         if isinstance(constant, Tensor) and fake.is_floating_point():
             if constant.numel() <= LARGEST_LITERAL:
                 numbers = tuple(map(float, constant.detach().flatten().tolist()))
@@ -161,14 +161,14 @@ class _Environment:
         return Unknown(shape, fake.is_floating_point(), "a tensor of integers")
 
     def call(self, node: fx.Node) -> None:
-        if node.target is getattr and len(node.args) == 2:
-            return
         if getattr(node.target, "__name__", "") == "getitem":
             self._getitem(node)
             return
+        if node.meta.get("val") is None:
+            return  # an assertion: it returns nothing, so it is no part of the function
         builder = self.builder
         stack = node.meta.get("nn_module_stack") or {}
-        builder.where = next((path for path, _ in reversed(list(stack.values()))), "")
+        builder.where = own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
         call = self._as_call(node)
         rule = RULES.get(call.name)
         carries = _leaves(call.arguments)

@@ -1,0 +1,139 @@
+"""What gamma costs: one forward and one backward pass over the weights, against the network's own.
+
+Ratios are taken in one run, the two timed in turn so that a slow moment hits both. Prints a table;
+``--out FILE`` writes the same as JSON. ``--device cuda`` runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from memory import kept_bytes, peak_bytes
+from resnet import ResNet
+from torch import Tensor, nn
+
+import pathsgd
+from pathsgd.geometry.scales import scales
+
+
+@dataclass
+class Row:
+    """One network: medians in milliseconds, memory in megabytes."""
+
+    network: str
+    batch: int
+    forward_backward_ms: float
+    gamma_ms: float
+    ratio: float
+    target: float
+    gamma_with_exponents_ms: float
+    parameters_mb: float
+    activations_mb: float
+    gamma_peak_mb: float
+    trace_s: float
+
+
+def paper_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, 4000), nn.ReLU(), nn.Linear(4000, 4000), nn.ReLU(), nn.Linear(4000, 10)
+    )  # fmt: skip
+
+
+def measure(
+    network: str, model: nn.Module, x: Tensor, target: float, repeats: int, device: torch.device
+) -> Row:
+    model, x = model.to(device), x.to(device)
+    started = time.perf_counter()
+    graph = pathsgd.trace(model, x)
+    traced = time.perf_counter() - started
+    tensors = graph.tensors(model)
+
+    def forward_backward() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    def gamma() -> None:
+        scales(graph, tensors, 2)
+
+    def with_exponents() -> None:
+        scales(graph, tensors, 2, exponents=True)
+
+    model.eval()
+    one = x[:1]
+    times = [(timed(forward_backward, device), timed(gamma, device)) for _ in range(repeats + 2)][2:]
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Row(
+        network=network,
+        batch=len(x),
+        forward_backward_ms=1e3 * statistics.median(a for a, _ in times),
+        gamma_ms=1e3 * statistics.median(b for _, b in times),
+        ratio=statistics.median(b for _, b in times) / statistics.median(a for a, _ in times),
+        target=target,
+        gamma_with_exponents_ms=1e3 * statistics.median(timed(with_exponents, device) for _ in range(3)),
+        parameters_mb=parameters / 1e6,
+        activations_mb=kept_bytes(lambda: model(one)) / 1e6,
+        gamma_peak_mb=peak_bytes(gamma) / 1e6,
+        trace_s=traced,
+    )
+
+
+def timed(function: Callable[[], None], device: torch.device) -> float:
+    synchronise(device)
+    started = time.perf_counter()
+    function()
+    synchronise(device)
+    return time.perf_counter() - started
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} cores, {platform.machine()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--repeats", default=15, type=int)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    jobs = [
+        ("ResNet-18 shape, 224x224", ResNet(), torch.randn(1, 3, 224, 224), 2.5),
+        ("784-4000-4000-10", paper_mlp(), torch.randn(100, 784), 0.3),
+    ]
+    rows = [measure(*job, options.repeats, options.device) for job in jobs]
+    print(f"torch {torch.__version__}, {machine(options.device)}")
+    print(f"{'network':26}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
+          f"{'exponents ms':>14}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
+    for row in rows:
+        bound = row.parameters_mb + row.activations_mb
+        print(f"{row.network:26}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
+              f"{row.ratio:7.2f}{row.target:8.2f}{row.gamma_with_exponents_ms:14.1f}"
+              f"{row.gamma_peak_mb:9.1f}{bound:10.1f}")  # fmt: skip
+    print("bound: the parameters once plus one example's activations")
+    if options.out:
+        found = {
+            "machine": machine(options.device),
+            "torch": torch.__version__,
+            "rows": [asdict(row) for row in rows],
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
