@@ -239,6 +239,11 @@ def test_wrappers_are_opened():
         )
 
 
+def test_an_example_on_another_device_will_do():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to("meta")
+    assert normalised(pathsgd.trace(model, torch.randn(1, 3))) == set(dict(model.named_parameters()))
+
+
 def test_low_precision_models_are_measured_in_fp32():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 2))

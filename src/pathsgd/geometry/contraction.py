@@ -16,6 +16,9 @@ from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
 BLOCK = 1 << 18
 """Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
 
+BLOCK_ON_DEVICE = 1 << 25
+"""Elsewhere a block only bounds the memory: few large kernels are faster than many small ones."""
+
 
 def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
@@ -36,13 +39,14 @@ def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
 def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
     outputs, inputs = weight.shape
-    if weight.numel() <= BLOCK:
+    block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
+    if weight.numel() <= block_size:
         return x @ arithmetic.power(weight).t()
     if weight.stride(0) >= weight.stride(1):
-        step = max(BLOCK // inputs, 1)
+        step = max(block_size // inputs, 1)
         parts = [x @ arithmetic.power(block).t() for block in weight.split(step)]
         return torch.cat(parts, 1)
-    step = max(BLOCK // outputs, 1)
+    step = max(block_size // outputs, 1)
     y = x.new_zeros(x.shape[0], outputs)
     for columns, block in zip(x.split(step, 1), weight.split(step, 1), strict=True):
         y.addmm_(columns, arithmetic.power(block).t())
@@ -84,7 +88,8 @@ def _contract_scaled(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scale
     rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(-1)
     outputs, exponents = [], []
-    for block in weight.split(max(BLOCK // max(weight.shape[1], 1), 1)):
+    block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
+    for block in weight.split(max(block_size // max(weight.shape[1], 1), 1)):
         edges, exponent = folded(arithmetic, block, tail)
         exponents.append(exponent)
         product = _max_product if math.isinf(arithmetic.p) else _sum_product

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pathsgd.geometry.apply import adjoint, apply
 from pathsgd.geometry.scaled import Arithmetic, Scaled
-from pathsgd.geometry.weights import Tensors, edge_weights
+from pathsgd.geometry.weights import EdgeTensors, Tensors
 from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Source, Square
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 
@@ -22,19 +22,19 @@ class Flow:
     """The powered network of one graph with one set of tensors."""
 
     graph: PathGraph
-    tensors: Tensors
+    edges: EdgeTensors
     arithmetic: Arithmetic
 
     def weight(self, k: int) -> Tensor | None:
         """The signed edge weights of node k, if it has any."""
         operation = self.graph.nodes[k].operation
         if isinstance(operation, (Source, Linear, Conv, Scale)):
-            return edge_weights(operation.weight, self.tensors, self.arithmetic.dtype)
+            return self.edges.weights(operation.weight)
         return None
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.tensors.values())).device
+        return next(iter(self.edges.tensors.values())).device
 
     def forward(self) -> Iterator[tuple[int, Scaled]]:
         """``gamma_in`` of every node in order: the sum over paths that arrive there."""
@@ -90,4 +90,5 @@ class Flow:
 
 
 def flow_of(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> Flow:
-    return Flow(graph, tensors, Arithmetic(float(p), compute_dtype(tensors), exponents))
+    dtype = compute_dtype(tensors)
+    return Flow(graph, EdgeTensors(tensors, dtype), Arithmetic(float(p), dtype, exponents))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.convolution import by_output
-from pathsgd.geometry.weights import Tensors, edge_weights
+from pathsgd.geometry.weights import EdgeTensors, Tensors
 from pathsgd.graph.nodes import Add, Conv, Linear, Scale, Shape, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.units import Units
@@ -34,7 +34,7 @@ class Part:
 
     def rows(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The signed weights, one row per unit."""
-        weight = edge_weights(self.operation.weight, tensors, dtype).to(dtype)
+        weight = EdgeTensors(tensors, dtype).weights(self.operation.weight).to(dtype)
         return self._spread(self._by_unit(weight))
 
     def tails(self, units: Units) -> Tensor:

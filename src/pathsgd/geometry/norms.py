@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pathsgd.errors import PathError
 from pathsgd.geometry.flow import flow_of
 from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import Arithmetic, Scaled, shift
 from pathsgd.geometry.scales import check_p
@@ -88,6 +89,7 @@ def _flat_exponent(value: Scaled) -> Tensor | None:
     return value.exponent.expand(value.mantissa.shape).reshape(-1)
 
 
+@full_precision()
 def _forward(
     graph: PathGraph, tensors: Tensors, p: float, ends: list[int]
 ) -> tuple[Arithmetic, list[Scaled]]:

@@ -32,7 +32,7 @@ class RangeCheck:
     """Notes the extremes of a pass as it goes and looks at them once, at the end."""
 
     flow: Flow
-    looked: list[tuple[int, bool, Tensor]] = field(default_factory=list)
+    looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
 
     def see(self, k: int, value: Scaled, forward: bool) -> None:
         operation = self.flow.graph.nodes[k].operation
@@ -44,17 +44,20 @@ class RangeCheck:
             weight = self.flow.weight(k)
             assert weight is not None
             mantissa = torch.where(weight == 0, 1, self.flow.arithmetic.power(weight.to(mantissa.dtype)))
-        self.looked.append((k, forward, torch.stack(torch.aminmax(mantissa))))
+        self.looked.append((k, forward, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:
         if not self.looked:
             return True
         product, total, high = safe_range(self.flow.arithmetic.dtype)
-        extremes = torch.stack([pair for _, _, pair in self.looked]).tolist()
+        least_ones = [least for _, _, least, _ in self.looked]
+        largest_ones = [largest for _, _, _, largest in self.looked]
+        both = torch.stack([*least_ones, *largest_ones]).tolist()
+        extremes = list(zip(both[: len(self.looked)], both[len(self.looked) :], strict=True))
         if not all(largest <= high for _, largest in extremes):
             return False
         suspects = []
-        for (k, forward, _), (least, _) in zip(self.looked, extremes, strict=True):
+        for (k, forward, _, _), (least, _) in zip(self.looked, extremes, strict=True):
             single = forward and isinstance(self.flow.graph.nodes[k].operation, PRODUCTS)
             low = product if single else total
             if not least >= low:

@@ -13,6 +13,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.convolution import weight_adjoint
 from pathsgd.geometry.flow import Flow, Values, flow_of
 from pathsgd.geometry.movement import move
+from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
 from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
@@ -94,6 +95,7 @@ def check_p(p: float) -> float:
 
 
 @torch.no_grad()
+@full_precision()
 def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool | None = None) -> Scales:
     """gamma of every parameter of a traced model, by one forward and one backward pass.
 
@@ -208,7 +210,7 @@ def _adjoint_of(flow: Flow, values: Values, gradient: Scaled, k: int) -> Scaled:
             per_edge = reduced_to(arithmetic, gradient, weight.shape)
         case _:
             raise AssertionError(f"{operation} has no weights")
-    return to_parameter(arithmetic, weight, per_edge, flow.tensors)
+    return to_parameter(arithmetic, weight, per_edge, flow.edges)
 
 
 def _linear_adjoint(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) -> Scaled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,35 +38,50 @@ def _literal(numbers: tuple[float, ...], shape: Shape, dtype: torch.dtype, devic
     return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
 
 
-def edge_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-    """The signed weights of an operation's edges: parameter times fixed factors."""
-    factor = fixed_factor(weight, tensors, dtype)
-    if weight.parameter is None:
-        assert factor is not None
-        return factor.expand(weight.shape)
-    parameter = stored_tensor(weight.parameter, tensors, dtype)
-    if factor is None:
-        return parameter
-    return (parameter.to(dtype) * factor).expand(weight.shape)
+@dataclass(frozen=True)
+class EdgeTensors:
+    """The weights of a graph's edges as tensors. What must be computed (a batch norm's weight / sigma)
+    is computed once: both passes and gamma ask for it."""
+
+    tensors: Tensors
+    dtype: torch.dtype
+    _kept: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)
+
+    def weights(self, weight: Weight) -> Tensor:
+        """The signed weights of an operation's edges: parameter times fixed factors."""
+        if weight.parameter is not None and not weight.factors:
+            return stored_tensor(weight.parameter, self.tensors, self.dtype)
+        key = (id(weight), True)
+        if key not in self._kept:
+            factor = self.factor(weight)
+            assert factor is not None
+            if weight.parameter is not None:
+                factor = stored_tensor(weight.parameter, self.tensors, self.dtype).to(self.dtype) * factor
+            self._kept[key] = factor.expand(weight.shape)
+        kept = self._kept[key]
+        assert kept is not None
+        return kept
+
+    def factor(self, weight: Weight) -> Tensor | None:
+        """The product of what multiplies the parameter, or None if nothing does."""
+        key = (id(weight), False)
+        if key not in self._kept:
+            product: Tensor | None = None
+            for stored in weight.factors:
+                tensor = stored_tensor(stored, self.tensors, self.dtype).to(self.dtype)
+                product = tensor if product is None else product * tensor
+            self._kept[key] = product
+        return self._kept[key]
 
 
-def fixed_factor(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
-    """The product of what multiplies the parameter, or None if nothing does."""
-    product: Tensor | None = None
-    for stored in weight.factors:
-        tensor = stored_tensor(stored, tensors, dtype).to(dtype)
-        product = tensor if product is None else product * tensor
-    return product
-
-
-def to_parameter(arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, tensors: Tensors) -> Scaled:
+def to_parameter(arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, edges: EdgeTensors) -> Scaled:
     """``dF/d|w|^p`` of the parameter from that of the edges: through factors, broadcasting and views."""
     assert weight.parameter is not None
-    factor = fixed_factor(weight, tensors, arithmetic.dtype)
+    factor = edges.factor(weight)
     if factor is not None:
         per_edge = arithmetic.multiply(per_edge, arithmetic.edges(factor, weight.shape))
     per_edge = reduced_to(arithmetic, per_edge, weight.parameter.shape)
-    shapes: list[Shape] = [tuple(tensors[weight.parameter.name].shape)]
+    shapes: list[Shape] = [tuple(edges.tensors[weight.parameter.name].shape)]
     for operation in weight.parameter.views:
         shapes.append(_moved_shape(operation, shapes[-1]))
     for operation, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):

@@ -21,6 +21,7 @@ def export_at_batch_one(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
 ) -> tuple[ExportedProgram, list[str]]:
     """The exported program, and what a reader of the report should know about it."""
+    args, kwargs = _on_device_of(model, (args, kwargs))
     cut = _cut_batch((args, kwargs), batch_dim)
     if cut is None:
         return _export(model, args, kwargs), []
@@ -33,6 +34,12 @@ def export_at_batch_one(
             "as positions; if it is no batch axis, pass batch_dim=None"
         )
         return _export(model, args, kwargs), [note]
+
+
+def _on_device_of(model: nn.Module, inputs: Any) -> Any:
+    """Only the shapes of an example matter, so one on another device will do."""
+    device = next(model.parameters()).device
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
 
 
 def _time_first(model: nn.Module) -> list[str]:
