@@ -8,13 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import pathsgd
 from cases import CASES, Tied, build
+from pathsgd.dag import Dag
 from pathsgd.geometry.scales import scales
+from pathsgd.graph.units import units_of
 from unroll import Unroller, parameters
 
 EXPONENTS = (1, 1.5, 2, 3, math.inf)
@@ -77,6 +79,65 @@ def test_path_vectors_are_for_small_networks():
 class Squares(nn.Module):
     def forward(self, x):
         return x.relu().square()
+
+
+class UnitByUnit(nn.Module):
+    """Any DAG as a torch module: every hidden unit reads any units before it, through its own weights."""
+
+    def __init__(self, inputs, tails):
+        super().__init__()
+        self.inputs, self.tails = inputs, tails
+        self.weights = nn.ParameterList(torch.randn(len(t), 1, dtype=torch.float64) for t in tails)
+        self.biases = nn.ParameterList(torch.randn(1, dtype=torch.float64) for _ in tails)
+
+    def forward(self, x):
+        values = list(x.split(1, 1))
+        for tails, weight, bias in zip(self.tails, self.weights, self.biases, strict=True):
+            values.append(torch.relu(torch.cat([values[t] for t in tails], 1) @ weight + bias))
+        return torch.cat(values[-2:], 1)
+
+    def dag(self):
+        weights, linear = {}, []
+        for k, (tails, weight, bias) in enumerate(zip(self.tails, self.weights, self.biases, strict=True)):
+            unit = self.inputs + k
+            weights.update({(t, unit): w for t, w in zip(tails, weight.flatten().tolist(), strict=True)})
+            weights["one", unit] = bias.item()
+        last = self.inputs + len(self.tails)
+        outputs = ["first", "second"]
+        weights.update({(last - 2, "first"): 1.0, (last - 1, "second"): 1.0})
+        read = {t for tails in self.tails for t in tails}
+        inputs = [t for t in range(self.inputs) if t in read]
+        return Dag(weights, inputs, outputs, constants=["one"], linear=linear, fixed=list(weights)[-2:])
+
+
+@settings(max_examples=20)
+@given(data=st.data(), p=st.sampled_from(EXPONENTS), seed=st.integers(0, 2**31 - 1))
+def test_random_dags(data, p, seed):
+    torch.manual_seed(seed)
+    inputs = data.draw(st.integers(1, 3))
+    tails = [
+        sorted(data.draw(st.sets(st.integers(0, inputs + k - 1), min_size=1, max_size=4)))
+        for k in range(data.draw(st.integers(2, 6)))
+    ]
+    model = UnitByUnit(inputs, tails)
+    dag = model.dag()
+    example = torch.randn(2, inputs, dtype=torch.float64)
+    graph = pathsgd.trace(model, example)
+    assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), "phi")
+    assert_close(pathsgd.group_norm(model, graph, p, 3).item(), dag.mu(p, 3), "mu")
+    gamma = dag.gamma(p)
+    found = scales(graph, graph.tensors(model), p)
+    for k, unit_tails in enumerate(tails):
+        unit = inputs + k
+        if graph.parameters[f"weights.{k}"].normalised:
+            expected = [gamma[t, unit] for t in unit_tails]
+            assert_close(found[f"weights.{k}"].dense().flatten().numpy(), expected, f"weights.{k}")
+            assert_close(found[f"biases.{k}"].dense().numpy(), [gamma["one", unit]], f"biases.{k}")
+    before = model(example).detach()
+    if units_of(graph).count > 1:
+        pathsgd.unbalance(model, graph, units=10)
+    assert_close(model(example).detach().numpy(), before.numpy(), "function")
+    assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), "phi after rescaling")
 
 
 def test_a_broken_oracle_is_noticed():
