@@ -13,6 +13,11 @@ from pathsgd.geometry.rescale import rescale as rescale
 from pathsgd.geometry.rescale import unbalance as unbalance
 from pathsgd.geometry.scales import path_scales as path_scales
 from pathsgd.graph.path_graph import PathGraph as PathGraph
+from pathsgd.graph.trace import Inputs as Inputs
 from pathsgd.graph.trace import trace as trace
+from pathsgd.optim.normalized import PathAdagrad as PathAdagrad
+from pathsgd.optim.normalized import PathAdam as PathAdam
+from pathsgd.optim.normalized import PathNormalized as PathNormalized
+from pathsgd.optim.path_sgd import PathSGD as PathSGD
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,36 @@ class Gamma:
         if product.exponent is None:
             return gamma
         return shift(gamma, 2 * product.exponent)
+
+    @functools.cached_property
+    def _roots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """sqrt(gamma) = (gamma_in gamma_out)^(1/p) as factors that broadcast: (root, 1/root, exponent)."""
+        if self.whole is not None:
+            factors = [self.whole]
+        else:
+            assert self.gamma_out is not None
+            assert self.gamma_in is not None
+            factors = [move(Reshape((-1, 1)), self.gamma_out), move(Reshape((1, -1)), self.gamma_in)]
+        found = []
+        for factor in factors:
+            root = self.arithmetic.root(factor.mantissa)
+            found.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
+        return found
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``x sqrt(gamma)``: a weight in invariant coordinates."""
+        for root, _, exponent in self._roots:
+            x = x * root
+            x = x if exponent is None else shift(x, exponent)
+        return x
+
+    def divide(self, x: Tensor) -> Tensor:
+        """``x / sqrt(gamma)``, and 0 where gamma is 0: a gradient in invariant coordinates, or a step in
+        them taken back to the weights."""
+        for _, inverse, exponent in self._roots:
+            x = x * inverse
+            x = x if exponent is None else shift(x, -exponent)
+        return x
 
     def log2(self) -> Tensor:
         """log2(gamma) in fp64, exact at any depth; -inf on dead paths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -82,6 +83,20 @@ class PathGraph:
         from pathsgd.graph.report import report
 
         return report(self)
+
+
+_traced_from: weakref.WeakKeyDictionary[PathGraph, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def remember_model(graph: PathGraph, model: nn.Module) -> None:
+    """Keeps a weak reference from a graph to the model it was traced from, outside the graph."""
+    _traced_from[graph] = weakref.ref(model)
+
+
+def traced_model(graph: PathGraph) -> nn.Module | None:
+    """The model a graph was traced from, if it is still alive and the graph is no copy."""
+    reference = _traced_from.get(graph)
+    return reference() if reference is not None else None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

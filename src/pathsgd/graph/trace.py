@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +15,22 @@ from pathsgd.errors import TraceError
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
 from pathsgd.graph.export import export_at_batch_one, own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
-from pathsgd.graph.path_graph import PathGraph, unwrap
+from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
 from pathsgd.graph.regions import describe_parameters, find_regions
 from pathsgd.graph.rules import RULES, Call, why_it_ends
 
 LARGEST_LITERAL = 1 << 16
 
-Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+@dataclass(frozen=True)
+class Inputs:
+    """Positional and keyword inputs together, as an example input."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Inputs
 
 
 def trace(
@@ -33,9 +43,9 @@ def trace(
 
     Args:
         model: any module. It is not run on real data, not copied and not changed.
-        example_input: a tensor, a tuple of positional inputs, or a dict of keyword inputs; only shapes
-            and dtypes matter. A PathGraph is returned as it is. May be left out for an
-            ``nn.Sequential`` that starts with a Linear.
+        example_input: a tensor, a tuple of positional inputs, a dict of keyword inputs, or
+            :class:`Inputs` for both kinds; only shapes and dtypes matter. A PathGraph is returned as it
+            is. May be left out for an ``nn.Sequential`` that starts with a Linear.
         batch_dim: the batch axis of the inputs. Paths are counted at batch one, whatever the size of
             this axis in the example; all other axes count. ``None`` if there is no batch axis.
 
@@ -49,7 +59,9 @@ def trace(
     _check_parameters(model)
     args, kwargs = _as_inputs(model, example_input)
     program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-    return _build(model, program, notes)
+    graph = _build(model, program, notes)
+    remember_model(graph, model)
+    return graph
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -81,6 +93,8 @@ def _as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
                 "pass a tensor of the shape the model takes"
             )
         return (first.weight.new_zeros(1, first.in_features),), {}
+    if isinstance(example, Inputs):
+        return tuple(example.args), dict(example.kwargs)
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, (tuple, list)):

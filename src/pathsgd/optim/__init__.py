@@ -1,0 +1,1 @@
+"""Updates: Path-SGD, and any torch optimizer made rescaling invariant."""

@@ -1,0 +1,187 @@
+"""Any torch optimizer made rescaling invariant.
+
+The base optimizer works in the coordinates ``z = w sqrt(gamma)``, which a rescaling does not change, on
+their gradient ``h = g / sqrt(gamma)``; its step is mapped back, ``w += (z' - z) / sqrt(gamma)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from pathsgd.geometry.scales import Gamma
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example
+from pathsgd.optim.source import ScaleSource, check_options, source_and_params
+
+
+class PathNormalized(Optimizer):
+    """``OptimizerClass`` in the geometry of paths: the same options, state, groups and schedules.
+
+    Args:
+        optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.
+        model: the module to train; or its parameters in any form torch takes, with ``graph``.
+        example_input: as in :class:`pathsgd.PathSGD`.
+        p: the order of the path norm.
+        graph, refresh_every, batch_dim: as in :class:`pathsgd.PathSGD`.
+        **options: what the base optimizer takes.
+
+    State is kept on h and z, so it survives a rescaling of the model in mid-training. One copy of the
+    parameters is held during a step.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> optimizer = PathNormalized(torch.optim.AdamW, model, lr=1e-3, weight_decay=0.1)
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    source: ScaleSource
+    base: Optimizer
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None = None,
+        *,
+        p: float = 2,
+        graph: PathGraph | None = None,
+        refresh_every: int = 1,
+        batch_dim: int | None = 0,
+        **options: Any,
+    ) -> None:
+        check_options(p, None)
+        source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
+        base = optimizer_class(params, **options)
+        self._share(base)
+        super().__init__(base.param_groups, base.defaults)
+        self.source, self.base, self.p = source, base, p
+        self._share(base)
+
+    def _share(self, base: Optimizer) -> None:
+        """Groups, state and defaults are the base's own, so that schedulers and state_dict see them."""
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    @property
+    def graph(self) -> PathGraph:
+        """What is path-normalised and what is not: ``print(optimizer.graph)``."""
+        return self.source.traced()
+
+    def refresh(self) -> None:
+        """Measure gamma anew at the next step, after weights were written by hand."""
+        self.source.refresh()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Called by Optimizer.__init__ for groups the base already holds.
+        if hasattr(self, "base"):
+            self.base.add_param_group(param_group)
+            self._share(self.base)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self._share(self.base)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "source": self.source, "p": self.p}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share(self.base)
+        self._patch_step_function()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs a single optimization step of the base optimizer in invariant coordinates."""
+        work = [p for group in self.param_groups for p in group["params"]]
+        if closure is None:
+            work = [p for p in work if p.grad is not None]
+        found = [(p, self.source.gamma_of(p, self.p)) for p in work]
+        chart = _Chart([(p, gamma) for p, gamma in found if gamma is not None])
+        with torch.no_grad(), chart.entered():
+            loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
+        self.source.stepped()
+        return loss
+
+
+class _Chart:
+    """Parameters seen as z = w sqrt(gamma), with gamma held fixed: in place, on the same Parameters."""
+
+    def __init__(self, parameters: list[tuple[Tensor, Gamma]]) -> None:
+        self.parameters = parameters
+        self.start: list[Tensor] = []
+        self.origin: list[Tensor] = []
+        self.grads: list[Tensor | None] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, each Parameter holds z and its .grad holds h; outside, w and g as they were."""
+        self.start = [p.detach().clone() for p, _ in self.parameters]
+        self.grads = [p.grad for p, _ in self.parameters]
+        try:
+            self._write([gamma.multiply(_computed(p, gamma)) for p, gamma in self.parameters])
+            # Read back, since a parameter of low precision rounds z.
+            self.origin = [_computed(p, gamma).clone() for p, gamma in self.parameters]
+            self._take_gradients()
+            yield
+        except BaseException:
+            self._write(self.start)
+            raise
+        else:
+            self._write(self._weights())
+        finally:
+            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
+                p.grad = grad
+
+    def wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as a function of z: evaluated at the weights z stands for, its gradient as h."""
+
+        def evaluate() -> Any:
+            here = [p.detach().clone() for p, _ in self.parameters]
+            self._write(self._weights())
+            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
+                p.grad = grad
+            with torch.enable_grad():
+                loss = closure()
+            self.grads = [p.grad for p, _ in self.parameters]
+            self._write(here)
+            self._take_gradients()
+            return loss
+
+        return evaluate
+
+    def _take_gradients(self) -> None:
+        for p, gamma in self.parameters:
+            if p.grad is not None:
+                if p.grad.is_sparse:
+                    raise RuntimeError("PathNormalized does not support sparse gradients")
+                p.grad = gamma.divide(_computed(p.grad, gamma)).to(p.dtype)
+
+    def _weights(self) -> list[Tensor]:
+        """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
+        return [
+            start + gamma.divide(_computed(p, gamma) - origin).to(p.dtype)
+            for (p, gamma), start, origin in zip(self.parameters, self.start, self.origin, strict=True)
+        ]
+
+    def _write(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for (p, _), value in zip(self.parameters, values, strict=True):
+                p.copy_(value)
+
+
+def _computed(x: Tensor, gamma: Gamma) -> Tensor:
+    return x.detach().to(gamma.arithmetic.dtype)
+
+
+def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-2, **options: Any) -> PathNormalized:  # noqa: N802
+    """AdaGrad in the geometry of paths."""
+    return PathNormalized(torch.optim.Adagrad, model, example_input, lr=lr, **options)
+
+
+def PathAdam(model: Any, example_input: Any = None, lr: float = 1e-3, **options: Any) -> PathNormalized:  # noqa: N802
+    """Adam in the geometry of paths."""
+    return PathNormalized(torch.optim.Adam, model, example_input, lr=lr, **options)

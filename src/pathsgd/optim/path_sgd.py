@@ -1,0 +1,278 @@
+"""Path-SGD: steepest descent in the geometry of paths (Algorithm 1 of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    _default_to_fused_or_foreach,
+    _use_grad_for_differentiable,
+)
+
+from pathsgd.geometry.scales import Gamma
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example
+from pathsgd.optim.source import ScaleSource, check_options, source_and_params
+
+
+class PathSGD(Optimizer):
+    r"""Path-SGD, rescaling invariant, with momentum and decoupled weight decay.
+
+    With :math:`\gamma` the scale of each weight (one forward and one backward pass over the weights) and
+    :math:`h = g / \sqrt\gamma` the gradient in invariant coordinates:
+
+    .. math::
+        b_t &= \mu b_{t-1} + h_t \\
+        w_t &= (1 - \eta \lambda) w_{t-1} - \eta\, b_t / \sqrt{\gamma}
+
+    Without momentum that is the paper's :math:`w - \eta g / \gamma`. A network and its rescaled copy take
+    the same steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2
+    *is* path regularisation, :math:`\nabla \phi_2^2 / (2 \gamma_2) = w`.
+
+    Args:
+        model: the module to train; or its parameters in any form torch takes, with ``graph``.
+        example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
+            matter. May be left out: the model is then traced from the first batch it sees.
+        lr: step size. 1e-2 is a good start; see docs/choosing-lr.md.
+        p: the order of the path norm, 1 <= p <= inf.
+        momentum: momentum factor, on h.
+        nesterov: Nesterov momentum.
+        weight_decay: decoupled weight decay.
+        graph: the graph of the model, if it was traced before.
+        refresh_every: gamma is measured every so many steps.
+        fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
+            the schedule of ``lr``.
+        batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
+        maximize, foreach, differentiable: as in torch.optim.
+
+    Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
+    ``print(optimizer.graph)`` says which and why.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> optimizer = PathSGD(model, lr=0.01)
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None = None,
+        lr: float | Tensor = 1e-2,
+        *,
+        p: float = 2,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        graph: PathGraph | None = None,
+        refresh_every: int = 1,
+        fallback_lr: float | None = None,
+        batch_dim: int | None = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if lr < 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if momentum < 0.0:
+            raise ValueError(f"Invalid momentum value: {momentum}")
+        if weight_decay < 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if nesterov and momentum <= 0:
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        if fallback_lr is not None and (fallback_lr < 0 or lr == 0):
+            raise ValueError(f"Invalid fallback_lr value: {fallback_lr} (it follows lr, which must not be 0)")
+        check_options(p, None)
+        self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
+        defaults = {
+            "lr": lr,
+            "p": p,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "fallback_scale": 1.0 if fallback_lr is None else fallback_lr / float(lr),
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults)
+
+    source: ScaleSource
+
+    @property
+    def graph(self) -> PathGraph:
+        """What is path-normalised and what is not: ``print(optimizer.graph)``."""
+        return self.source.traced()
+
+    def refresh(self) -> None:
+        """Measure gamma anew at the next step, after weights were written by hand."""
+        self.source.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "source": self.source}
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, self._collect(group)) for group in self.param_groups]
+        for group, (params, grads, gammas, buffers) in work:
+            path_sgd(
+                params,
+                grads,
+                gammas,
+                buffers,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                weight_decay=group["weight_decay"],
+                fallback_scale=group["fallback_scale"],
+                maximize=group["maximize"],
+                foreach=group["foreach"],
+                differentiable=group["differentiable"],
+            )
+            if group["momentum"] != 0:
+                for parameter, buffer in zip(params, buffers, strict=True):
+                    self.state[parameter]["momentum_buffer"] = buffer
+        self.source.stepped()
+        return loss
+
+    def _collect(
+        self, group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Gamma | None], list[Tensor | None]]:
+        """The parameters that have a gradient, with it, their gamma and their momentum. All of them are
+        looked at before any is moved: an error leaves the weights as they were, and gamma is that of the
+        weights before the step."""
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        gammas: list[Gamma | None] = []
+        buffers: list[Tensor | None] = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError("PathSGD does not support sparse gradients")
+            if parameter.is_complex():
+                raise RuntimeError("PathSGD does not support complex parameters")
+            params.append(parameter)
+            grads.append(parameter.grad)
+            gammas.append(self.source.gamma_of(parameter, group["p"]))
+            buffers.append(self.state[parameter].get("momentum_buffer") if group["momentum"] != 0 else None)
+        return params, grads, gammas, buffers
+
+
+def path_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    gammas: list[Gamma | None],
+    momentum_buffers: list[Tensor | None],
+    *,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    fallback_scale: float = 1.0,
+    maximize: bool = False,
+    foreach: bool | None = None,
+    differentiable: bool = False,
+) -> None:
+    """Functional API that performs the Path-SGD update in place; see :class:`PathSGD`.
+
+    ``gammas[k] is None`` means gamma = 1. New momentum buffers are written into ``momentum_buffers``.
+    """
+    if foreach is None:
+        _, foreach = _default_to_fused_or_foreach(params, differentiable, use_fused=False)
+    update = _multi_tensor_path_sgd if foreach else _single_tensor_path_sgd
+    update(
+        params,
+        grads,
+        gammas,
+        momentum_buffers,
+        lr=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        fallback_scale=fallback_scale,
+        maximize=maximize,
+    )
+
+
+def _single_tensor_path_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    gammas: list[Gamma | None],
+    momentum_buffers: list[Tensor | None],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    fallback_scale: float,
+    maximize: bool,
+) -> None:
+    for k, (param, gamma) in enumerate(zip(params, gammas, strict=True)):
+        h = _invariant(grads[k], gamma, maximize)
+        if momentum != 0:
+            buffer = momentum_buffers[k]
+            buffer = h.clone() if buffer is None else buffer.mul_(momentum).add_(h)
+            momentum_buffers[k] = buffer
+            h = h.add(buffer, alpha=momentum) if nesterov else buffer
+        rate = lr if gamma is not None else lr * fallback_scale
+        if weight_decay != 0:
+            param.mul_(1 - rate * weight_decay)
+        step = h if gamma is None else gamma.divide(h)
+        param.sub_((rate * step).to(param.dtype))
+
+
+def _multi_tensor_path_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    gammas: list[Gamma | None],
+    momentum_buffers: list[Tensor | None],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    fallback_scale: float,
+    maximize: bool,
+) -> None:
+    if not params:
+        return
+    hs = [_invariant(grad, gamma, maximize) for grad, gamma in zip(grads, gammas, strict=True)]
+    if momentum != 0:
+        for k, h in enumerate(hs):
+            if momentum_buffers[k] is None:
+                momentum_buffers[k] = torch.zeros_like(h)
+        buffers = [buffer for buffer in momentum_buffers if buffer is not None]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, hs)
+        hs = list(torch._foreach_add(hs, buffers, alpha=momentum)) if nesterov else buffers
+    steps = [h if gamma is None else gamma.divide(h) for h, gamma in zip(hs, gammas, strict=True)]
+    rates = [lr if gamma is not None else lr * fallback_scale for gamma in gammas]
+    if weight_decay != 0:
+        for param, rate in zip(params, rates, strict=True):
+            param.mul_(1 - rate * weight_decay)
+    moves = [(rate * step).to(param.dtype) for rate, step, param in zip(rates, steps, params, strict=True)]
+    torch._foreach_sub_(params, moves)
+
+
+def _invariant(grad: Tensor, gamma: Gamma | None, maximize: bool) -> Tensor:
+    """``h = g / sqrt(gamma)``, the gradient in the coordinates a rescaling does not change."""
+    grad = -grad if maximize else grad
+    if gamma is None:
+        return grad
+    return gamma.divide(grad.to(gamma.arithmetic.dtype))

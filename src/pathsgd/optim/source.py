@@ -1,0 +1,159 @@
+"""Where an optimizer gets its gammas from: a model and its graph, traced at once or at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.scales import Gamma, Scales, check_p, scales
+from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
+from pathsgd.graph.trace import Example, Inputs, trace
+
+
+class ScaleSource:
+    """Keeps the model, traces it when it can, and measures gamma when it is asked to.
+
+    Without an example the shapes of the first batch the model sees are recorded (by a forward pre-hook
+    that does nothing else) and the model is traced when a step first asks for scales.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_input: Example | PathGraph | None,
+        batch_dim: int | None = 0,
+        refresh_every: int = 1,
+    ) -> None:
+        if refresh_every < 1:
+            raise ValueError(f"Invalid refresh_every value: {refresh_every}")
+        self.model = unwrap(model)
+        self.batch_dim = batch_dim
+        self.refresh_every = refresh_every
+        self.graph: PathGraph | None = None
+        self._recorded: Any = None
+        self._handle: RemovableHandle | None = None
+        self._kept: dict[float, Scales] = {}
+        self._steps = 0
+        if example_input is not None or _starts_with_linear(self.model):
+            self.graph = trace(self.model, example_input, batch_dim=batch_dim)
+        else:
+            self._handle = self.model.register_forward_pre_hook(self._record, with_kwargs=True)
+        self.names = {id(p): name for name, p in self.model.named_parameters()}
+
+    def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        def described(x: Any) -> Any:
+            return _Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+
+        self._recorded = pytree.tree_map(described, (args, kwargs))
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def traced(self) -> PathGraph:
+        """The graph, traced now if it has not been."""
+        if self.graph is None:
+            if self._recorded is None:
+                raise PathError(
+                    "the model has seen no batch yet, so its paths are not known: run it before the "
+                    "first step, or pass example_input"
+                )
+            args, kwargs = pytree.tree_map(_zeros, self._recorded)
+            self.graph = trace(self.model, Inputs(args, kwargs), batch_dim=self.batch_dim)
+        return self.graph
+
+    def gammas(self, p: float) -> Scales:
+        """gamma of every parameter of the model, measured now unless it may be reused."""
+        if p not in self._kept:
+            graph = self.traced()
+            self._check_identity(graph)
+            self._kept[p] = scales(graph, graph.tensors(self.model), p)
+        return self._kept[p]
+
+    def stepped(self) -> None:
+        """A step has moved the weights: what was measured is stale, or will be soon."""
+        self._steps += 1
+        if self._steps % self.refresh_every == 0:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Forgets what was measured; call it after writing weights between steps with refresh_every > 1."""
+        self._kept.clear()
+
+    def gamma_of(self, parameter: Tensor, p: float) -> Gamma | None:
+        """gamma of one parameter; None if it falls back to gamma = 1."""
+        name = self.names.get(id(parameter))
+        if name is None or not self.traced().parameters[name].normalised:
+            return None
+        return self.gammas(p)[name]
+
+    def _check_identity(self, graph: PathGraph) -> None:
+        for name, parameter in self.model.named_parameters():
+            if self.names.get(id(parameter)) != name:
+                raise PathError(
+                    f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
+                    "added since); make the optimizer again"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        # A hook does not travel; a copy that was never traced asks for a batch again.
+        state.update(_handle=None, _kept={}, names=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.names = {id(p): name for name, p in self.model.named_parameters()}
+        if self.graph is None and self._recorded is None:
+            self._handle = self.model.register_forward_pre_hook(self._record, with_kwargs=True)
+
+
+class _Shape:
+    """A tensor of the first batch, without its numbers. Not a tuple: pytree would open it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def _zeros(x: Any) -> Any:
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, _Shape) else x
+
+
+def _starts_with_linear(model: nn.Module) -> bool:
+    first = next(iter(model.children()), None)
+    return isinstance(model, nn.Sequential) and isinstance(first, nn.Linear)
+
+
+def source_and_params(
+    model_or_params: Any,
+    example_input: Example | PathGraph | None,
+    graph: PathGraph | None,
+    batch_dim: int | None,
+    refresh_every: int,
+) -> tuple[ScaleSource, Iterable[Any]]:
+    """What ``PathSGD(model, ...)`` and ``PathSGD(params, graph=...)`` have in common."""
+    if isinstance(model_or_params, nn.Module):
+        source = ScaleSource(model_or_params, graph or example_input, batch_dim, refresh_every)
+        return source, list(source.model.named_parameters())
+    if graph is None and isinstance(example_input, PathGraph):
+        graph = example_input
+    model = traced_model(graph) if graph is not None else None
+    if model is None:
+        raise TypeError(
+            "parameters alone do not say what their paths are, and without paths this would silently be "
+            "SGD: pass the model itself, PathSGD(model, example_input, lr=...), or the parameters with "
+            "graph=pathsgd.trace(model, example_input)"
+        )
+    return ScaleSource(model, graph, batch_dim, refresh_every), model_or_params
+
+
+def check_options(p: float, max_relative_step: float | None) -> None:
+    """The options every path optimizer shares."""
+    check_p(p)
+    if max_relative_step is not None and not max_relative_step > 0:
+        raise ValueError(f"Invalid max_relative_step value: {max_relative_step}")
