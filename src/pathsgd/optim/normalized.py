@@ -92,7 +92,7 @@ class PathNormalized(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share(self.base)
-        self._patch_step_function()
+        super().__setstate__({})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs a single optimization step of the base optimizer in invariant coordinates."""

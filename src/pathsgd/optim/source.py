@@ -139,7 +139,7 @@ def source_and_params(
     """What ``PathSGD(model, ...)`` and ``PathSGD(params, graph=...)`` have in common."""
     if isinstance(model_or_params, nn.Module):
         source = ScaleSource(model_or_params, graph or example_input, batch_dim, refresh_every)
-        return source, list(source.model.named_parameters())
+        return source, list(source.model.parameters())
     if graph is None and isinstance(example_input, PathGraph):
         graph = example_input
     model = traced_model(graph) if graph is not None else None

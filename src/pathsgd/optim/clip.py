@@ -1,0 +1,44 @@
+"""Gradient clipping that a rescaling does not notice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pathsgd.optim.normalized import PathNormalized
+from pathsgd.optim.path_sgd import PathSGD
+
+
+@torch.no_grad()
+def clip_path_grad_norm_(
+    optimizer: PathSGD | PathNormalized, max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clips the gradients of the optimizer's parameters by their dual path norm ``sqrt(sum g^2 / gamma)``.
+
+    In place, like :func:`torch.nn.utils.clip_grad_norm_`, whose raw norm is not invariant. Parameters
+    that are not path-normalised count with gamma = 1. Returns the norm before clipping.
+    """
+    parts: list[Tensor] = []
+    grads: list[Tensor] = []
+    for group in optimizer.param_groups:
+        p = group["p"] if isinstance(optimizer, PathSGD) else optimizer.p
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            gamma = optimizer.source.gamma_of(parameter, p)
+            grad = parameter.grad
+            h = grad if gamma is None else gamma.divide(grad.to(gamma.arithmetic.dtype))
+            parts.append(torch.linalg.vector_norm(h))
+            grads.append(grad)
+    if not grads:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of the gradients is {total.item()}, so it cannot be clipped; "
+            "to scale them by it all the same, set error_if_nonfinite=False"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad))
+    return total

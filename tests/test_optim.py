@@ -1,0 +1,445 @@
+"""PathSGD and PathNormalized as torch optimizers: the paper's update, and torch's own contract."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from cases import Mlp as OracleMlp
+from cases import build as build_case
+from networks import Mlp, SmallResNet, build
+from pathsgd import PathAdam, PathNormalized, PathSGD, clip_path_grad_norm_
+from test_equivariance import OPTIMIZERS, pair, train
+
+
+def backward(model, x):
+    model.zero_grad()
+    model(x).pow(2).mean().backward()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def unchanged(model, before):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+# The update
+
+
+def test_the_step_is_algorithm_1():
+    """Step by step with the Dag: w - lr g / gamma, gamma by enumeration."""
+    model = build_case(OracleMlp)
+    x = model.example()
+    optimizer = PathSGD(model, x, lr=0.05)
+    for _ in range(10):
+        backward(model, x)
+        net, dag = model.oracle()
+        gammas = net.parameter_gamma(dag, 2)
+        expected = {}
+        for name, w in model.named_parameters():
+            alive = gammas[name] > 0
+            step = np.divide(w.grad.numpy(), gammas[name], out=np.zeros(w.shape), where=alive)
+            expected[name] = w.detach().numpy() - 0.05 * step
+        optimizer.step()
+        for name, w in model.named_parameters():
+            np.testing.assert_allclose(w.detach().numpy(), expected[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_path_normalized_sgd_is_path_sgd(options):
+    model, x = build(SmallResNet)
+    other = copy.deepcopy(model)
+    train(model, PathSGD(model, x, lr=1e-3, **options), x, steps=10)
+    train(other, PathNormalized(torch.optim.SGD, other, x, lr=1e-3, **options), x, steps=10)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
+
+
+def test_decoupled_decay_is_path_regularisation():
+    """At p = 2: grad(phi^2) / (2 gamma) = w, so decay by lr * wd is a step on wd/2 * phi^2."""
+    model, x = build(Mlp)
+    optimizer = PathSGD(model, x, lr=0.1, weight_decay=0.3)
+    expected = [0.97 * w for w in weights(model)]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    other = copy.deepcopy(model)
+    optimizer.step()
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+    regularised = PathSGD(other, x, lr=0.1)
+    (0.15 * pathsgd.path_norm(other, x) ** 2).backward()
+    regularised.step()
+    assert all(torch.allclose(a, b) for a, b in zip(other.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dead_units_cause_no_nan(name):
+    model, x = build(Mlp)
+    with torch.no_grad():
+        model[0].weight[0], model[0].bias[0] = 0, 0
+        model[2].weight[:, 1] = 0
+    train(model, OPTIMIZERS[name](model, x), x, steps=5)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_lbfgs_through_its_closure():
+    model, copied, graph, x = pair(Mlp, torch.float64, powers_of_two=False)
+    start = model(x).detach()
+    ends = []
+    for m in (model, copied):
+        optimizer = PathNormalized(
+            torch.optim.LBFGS, m, graph, lr=0.1, max_iter=5, line_search_fn="strong_wolfe"
+        )
+
+        def closure(m=m, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = m(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(5)]
+        assert losses[-1] < losses[0]
+        ends.append(m(x).detach())
+    assert (ends[0] - ends[1]).norm() <= 1e-9 * (ends[0] - start).norm()
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.ASGD, {}),
+    ],
+)
+def test_every_torch_optimizer_becomes_equivariant(optimizer_class, options):
+    model, copied, graph, x = pair(Mlp, torch.float64, powers_of_two=False)
+    start = model(x).detach()
+    lr = 1e-3 if optimizer_class is not torch.optim.Adadelta else 1.0
+    ends = [
+        train(m, PathNormalized(optimizer_class, m, graph, lr=lr, **options), x, 10) for m in (model, copied)
+    ]
+    movement = (ends[0] - start).norm()
+    assert movement > 0
+    assert (ends[0] - ends[1]).norm() <= 1e-9 * movement
+
+
+def test_clipping_is_invariant_and_raw_clipping_is_not():
+    model, copied, graph, x = pair(Mlp, torch.float32, powers_of_two=True)
+    optimizers = [PathSGD(m, graph, lr=0.01) for m in (model, copied)]
+    norms = []
+    for m, optimizer in zip((model, copied), optimizers, strict=True):
+        backward(m, x)
+        norms.append(clip_path_grad_norm_(optimizer, 1e-3))
+        assert clip_path_grad_norm_(optimizer, 1e-3) <= 1.001e-3
+        optimizer.step()
+    assert torch.equal(*norms)
+    assert torch.equal(model(x), copied(x))
+    raw = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, copied)]
+    assert not torch.allclose(*raw)
+
+
+# What PathSGD takes
+
+
+def test_an_example_may_be_left_out():
+    model, x = build(SmallResNet)
+    other = copy.deepcopy(model)
+    train(model, PathSGD(model, lr=1e-3), x, steps=3)
+    train(other, PathSGD(other, x, lr=1e-3), x, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert not model._forward_pre_hooks
+    untouched = PathSGD(build(SmallResNet)[0], lr=1e-3)
+    for parameter in untouched.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(pathsgd.PathError, match="has seen no batch yet"):
+        untouched.step()
+
+
+def test_parameters_with_a_graph():
+    model, x = build(Mlp)
+    graph = pathsgd.trace(model, x)
+    forms = [
+        model.parameters(),
+        list(model.named_parameters()),
+        [
+            {"params": [model[0].weight], "lr": 0.1},
+            {"params": [p for n, p in model.named_parameters() if n != "0.weight"]},
+        ],
+    ]
+    found = []
+    for form in forms:
+        optimizer = PathSGD(form, graph=graph, lr=0.1)
+        before = weights(model)
+        backward(model, x)
+        optimizer.step()
+        found.append(weights(model))
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), before, strict=True):
+                p.copy_(old)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_bare_parameters_are_refused():
+    model, x = build(Mlp)
+    with pytest.raises(TypeError, match="silently be SGD: pass the model itself"):
+        PathSGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="pass the model itself"):
+        PathSGD(model.parameters(), x, lr=0.1)
+    graph = pickle.loads(pickle.dumps(pathsgd.trace(model, x)))
+    with pytest.raises(TypeError, match="pass the model itself"):
+        PathSGD(model.parameters(), graph=graph)
+
+
+def test_what_falls_back_has_its_own_lr():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    optimizer = PathSGD(model, lr=0.1, fallback_lr=0.01)
+    assert not optimizer.graph.parameters["4.weight"].normalised
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for lr in (0.01, 0.005):
+        backward(model, torch.randn(5, 3))
+        before = model[4].weight.detach().clone()
+        optimizer.step()
+        scheduler.step()
+        assert torch.allclose(model[4].weight, before - lr * model[4].weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1"),
+        ({"momentum": -0.5}, "Invalid momentum value: -0.5"),
+        ({"weight_decay": -0.5}, "Invalid weight_decay value: -0.5"),
+        ({"nesterov": True}, "Nesterov momentum requires a momentum"),
+        ({"p": 0.5}, "Invalid p: 0.5"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
+        ({"refresh_every": 0}, "Invalid refresh_every value: 0"),
+        ({"fallback_lr": -1.0}, "Invalid fallback_lr value"),
+    ],
+)
+def test_invalid_options(options, message):
+    model, x = build(Mlp)
+    with pytest.raises(ValueError, match=message):
+        PathSGD(model, x, **{"lr": 0.1, **options})
+
+
+def test_a_model_that_changed():
+    model, x = build(Mlp)
+    optimizer = PathSGD(model, x)
+    backward(model, x)
+    before = weights(model)
+    old = model[2].weight
+    model[2].weight = nn.Parameter(old.detach().clone())
+    with pytest.raises(pathsgd.PathError, match=r"'2.weight' is not the one the optimizer was made with"):
+        optimizer.step()
+    assert unchanged(model, before)
+
+
+def test_gradients_of_the_wrong_layout():
+    model, x = build(Mlp)
+    optimizer = PathSGD(model, x)
+    backward(model, x)
+    before = weights(model)
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    assert unchanged(model, before)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        PathSGD(
+            [{"params": list(model.parameters())}, {"params": [model[0].weight]}],
+            graph=pathsgd.trace(model, x),
+        )
+
+
+# torch's contract
+
+MAKERS = {
+    "PathSGD": lambda m, x, **kw: PathSGD(m, x, lr=kw.pop("lr", 1e-3), momentum=0.9, **kw),
+    "PathAdam": lambda m, x, **kw: PathAdam(m, x, lr=kw.pop("lr", 1e-3), **kw),
+}
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every
+def test_closures_and_hooks(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.item() > model(x).pow(2).mean().item()
+    assert called == ["before", "after"]
+
+
+@every
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_loaded_state_continues_as_if_nothing_happened(make, weights_only):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    train(model, optimizer, x, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)
+    other = build(Mlp)[0]
+    other.load_state_dict(loaded["model"])
+    resumed = make(other, x, lr=0.5)
+    resumed.load_state_dict(loaded["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 1e-3
+    assert torch.equal(train(model, optimizer, x, steps=3), train(other, resumed, x, steps=3))
+
+
+@every
+def test_copies_and_pickles(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    train(model, optimizer, x, steps=2)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    expected = train(model, optimizer, x, steps=2)
+    for other in copies:
+        assert other.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
+        assert torch.equal(train(other.source.model, other, x, steps=2), expected)
+
+
+@every
+def test_schedulers_and_groups(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    backward(model, x)
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert torch.allclose(extra, torch.zeros(2, dtype=torch.float64))
+
+
+@every
+def test_gradients_are_left_alone_and_missing_ones_are_skipped(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    before = weights(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert unchanged(model, before)
+    backward(model, x)
+    model[0].bias.grad = None
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    objects = [p.grad for p in model.parameters()]
+    optimizer.step()
+    for p, grad, same in zip(model.parameters(), grads, objects, strict=True):
+        assert p.grad is same
+        assert grad is None or torch.equal(p.grad, grad)
+    assert torch.equal(model[0].bias, before[1])
+
+
+@every
+def test_zero_gradients_move_nothing(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert unchanged(model, before)
+
+
+def test_foreach_equals_the_loop():
+    for options in ({}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}):
+        model, x = build(SmallResNet)
+        other = copy.deepcopy(model)
+        train(model, PathSGD(model, x, lr=1e-3, foreach=True, **options), x, steps=5)
+        train(other, PathSGD(other, x, lr=1e-3, foreach=False, **options), x, steps=5)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_tensor_lr_and_maximize():
+    model, x = build(Mlp)
+    other = copy.deepcopy(model)
+    train(model, PathSGD(model, x, lr=torch.tensor(1e-3, dtype=torch.float64), weight_decay=0.1), x, steps=3)
+    train(other, PathSGD(other, x, lr=1e-3, weight_decay=0.1), x, steps=3)
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    before = model(x).pow(2).mean().item()
+    backward(model, x)
+    PathSGD(model, x, lr=1e-3, maximize=True).step()
+    assert model(x).pow(2).mean().item() > before
+
+
+def test_a_differentiable_step():
+    """The loss after a step, differentiated with respect to lr: through the update, gamma held fixed."""
+    model, x = build(Mlp)
+    lr = torch.tensor(1e-3, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in model.named_parameters()]
+    clones = {name: p.detach().clone() for name, p in model.named_parameters()}
+    backward(model, x)
+    found = pathsgd.path_scales(model, x)
+    for name, p in model.named_parameters():
+        clones[name].grad = p.grad.clone()
+    from pathsgd.geometry.scales import scales
+    from pathsgd.optim.path_sgd import path_sgd
+
+    graph = pathsgd.trace(model, x)
+    gammas = scales(graph, graph.tensors(model))
+    stepped = [clones[name].clone() for name in names]
+    path_sgd(stepped, [clones[n].grad for n in names], [gammas[n] for n in names], [None] * len(names),
+             lr=lr, differentiable=True, foreach=False)  # fmt: skip
+    loss = sum(s.sum() for s in stepped)
+    (slope,) = torch.autograd.grad(loss, lr)
+    expected = -sum((clones[n].grad / found[n]).sum() for n in names)
+    assert torch.allclose(slope, expected)
+
+
+def test_low_precision_parameters():
+    model, x = build(Mlp, torch.bfloat16)
+    for optimizer in (PathSGD(model, x, lr=1e-2, momentum=0.9), PathAdam(model, x, lr=1e-3)):
+        before = weights(model)
+        train(model, optimizer, x, steps=3)
+        assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
+        assert not unchanged(model, before)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    PathAdam(model, x, lr=1e-3).step()
+    assert unchanged(model, before)
+
+
+def test_grad_scaler_skips_steps_with_inf():
+    model, x = build(Mlp, torch.float32)
+    optimizer = PathSGD(model, x, lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = weights(model)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(x).pow(2).mean()).backward()
+        if bad:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert unchanged(model, before) == bad
