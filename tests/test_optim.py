@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import pathsgd
 from cases import Mlp as OracleMlp
@@ -443,3 +444,23 @@ def test_grad_scaler_skips_steps_with_inf():
         scaler.step(optimizer)
         scaler.update()
         assert unchanged(model, before) == bad
+
+
+def test_a_compiled_step_is_one_graph_under_a_schedule():
+    model, x = build(Mlp, torch.float32)
+    other = copy.deepcopy(model)
+    optimizers = [PathSGD(m, x, lr=torch.tensor(1e-3), momentum=0.9) for m in (model, other)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        backward(m, x)
+        optimizer.step()
+    counter = CompileCounter()
+    steps = [torch.compile(optimizers[0].step, backend=counter), optimizers[1].step]
+    for _ in range(4):
+        for m, step, scheduler in zip((model, other), steps, schedulers, strict=True):
+            scheduler.step()
+            m.zero_grad(set_to_none=False)
+            m(x).pow(2).mean().backward()
+            step()
+    assert counter.frame_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -11,6 +11,9 @@ import torch
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32 inside, whatever the user allows for the network itself."""
+    if torch.compiler.is_compiling():  # a setting cannot change inside a compiled graph
+        yield
+        return
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     saved = [setting.fp32_precision for setting in settings]
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ class Gamma:
     gamma_out: Scaled | None = None
     gamma_in: Scaled | None = None
     whole: Scaled | None = None
+    _kept: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list, repr=False)
 
     @property
     def rank_one(self) -> bool:
@@ -63,24 +63,24 @@ class Gamma:
             return gamma
         return shift(gamma, 2 * product.exponent)
 
-    @functools.cached_property
     def _roots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """sqrt(gamma) = (gamma_in gamma_out)^(1/p) as factors that broadcast: (root, 1/root, exponent)."""
+        if self._kept:
+            return self._kept
         if self.whole is not None:
             factors = [self.whole]
         else:
             assert self.gamma_out is not None
             assert self.gamma_in is not None
             factors = [move(Reshape((-1, 1)), self.gamma_out), move(Reshape((1, -1)), self.gamma_in)]
-        found = []
         for factor in factors:
             root = self.arithmetic.root(factor.mantissa)
-            found.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
-        return found
+            self._kept.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
+        return self._kept
 
     def multiply(self, x: Tensor) -> Tensor:
         """``x sqrt(gamma)``: a weight in invariant coordinates."""
-        for root, _, exponent in self._roots:
+        for root, _, exponent in self._roots():
             x = x * root
             x = x if exponent is None else shift(x, exponent)
         return x
@@ -88,7 +88,7 @@ class Gamma:
     def divide(self, x: Tensor) -> Tensor:
         """``x / sqrt(gamma)``, and 0 where gamma is 0: a gradient in invariant coordinates, or a step in
         them taken back to the weights."""
-        for _, inverse, exponent in self._roots:
+        for _, inverse, exponent in self._roots():
             x = x * inverse
             x = x if exponent is None else shift(x, -exponent)
         return x
@@ -105,8 +105,10 @@ class Gamma:
 class Scales(Mapping[str, Gamma]):
     """gamma of every parameter by name. Those that are not path-normalised have gamma = 1."""
 
-    def __init__(self, gammas: dict[str, Gamma]) -> None:
+    def __init__(self, gammas: dict[str, Gamma], exponents: bool) -> None:
         self._gammas = gammas
+        self.exponents = exponents
+        """Whether they needed exponents."""
 
     def __getitem__(self, name: str) -> Gamma:
         return self._gammas[name]
@@ -198,7 +200,7 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
     for name, info in flow.graph.parameters.items():
         if name not in gammas:
             gammas[name] = _constant(flow, info.shape, zero=info.normalised)
-    return Scales({name: gammas[name] for name in flow.graph.parameters})
+    return Scales({name: gammas[name] for name in flow.graph.parameters}, flow.arithmetic.exponents)
 
 
 def _factors(flow: Flow, values: Values, gradient: Scaled, k: int) -> tuple[Scaled, Scaled] | None:

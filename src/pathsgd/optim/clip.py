@@ -22,10 +22,8 @@ def clip_path_grad_norm_(
     grads: list[Tensor] = []
     for group in optimizer.param_groups:
         p = group["p"] if isinstance(optimizer, PathSGD) else optimizer.p
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            gamma = optimizer.source.gamma_of(parameter, p)
+        found = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter, gamma in zip(found, optimizer.source.gammas_of(found, p), strict=True):
             grad = parameter.grad
             h = grad if gamma is None else gamma.divide(grad.to(gamma.arithmetic.dtype))
             parts.append(torch.linalg.vector_norm(h))

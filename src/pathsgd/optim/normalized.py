@@ -99,8 +99,8 @@ class PathNormalized(Optimizer):
         work = [p for group in self.param_groups for p in group["params"]]
         if closure is None:
             work = [p for p in work if p.grad is not None]
-        found = [(p, self.source.gamma_of(p, self.p)) for p in work]
-        chart = _Chart([(p, gamma) for p, gamma in found if gamma is not None])
+        gammas = self.source.gammas_of(work, self.p)
+        chart = _Chart([(p, g) for p, g in zip(work, gammas, strict=True) if g is not None])
         with torch.no_grad(), chart.entered():
             loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
         self.source.stepped()

@@ -37,7 +37,7 @@ class PathSGD(Optimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: step size. 1e-2 is a good start; see docs/choosing-lr.md.
+        lr: step size; 1e-2 is a good start.
         p: the order of the path norm, 1 <= p <= inf.
         momentum: momentum factor, on h.
         nesterov: Nesterov momentum.
@@ -102,6 +102,7 @@ class PathSGD(Optimizer):
             "differentiable": differentiable,
         }
         super().__init__(params, defaults)
+        self.source.calibrate(p)
 
     source: ScaleSource
 
@@ -156,21 +157,17 @@ class PathSGD(Optimizer):
         """The parameters that have a gradient, with it, their gamma and their momentum. All of them are
         looked at before any is moved: an error leaves the weights as they were, and gamma is that of the
         weights before the step."""
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        gammas: list[Gamma | None] = []
-        buffers: list[Tensor | None] = []
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in params:
             if parameter.grad.is_sparse:
                 raise RuntimeError("PathSGD does not support sparse gradients")
             if parameter.is_complex():
                 raise RuntimeError("PathSGD does not support complex parameters")
-            params.append(parameter)
-            grads.append(parameter.grad)
-            gammas.append(self.source.gamma_of(parameter, group["p"]))
-            buffers.append(self.state[parameter].get("momentum_buffer") if group["momentum"] != 0 else None)
+        grads = [parameter.grad for parameter in params]
+        gammas = self.source.gammas_of(params, group["p"])
+        buffers: list[Tensor | None] = [None] * len(params)
+        if group["momentum"] != 0:
+            buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
         return params, grads, gammas, buffers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class ScaleSource:
         self._handle: RemovableHandle | None = None
         self._kept: dict[float, Scales] = {}
         self._steps = 0
+        self.exponents: dict[float, bool] = {}
         if example_input is not None or _starts_with_linear(self.model):
             self.graph = trace(self.model, example_input, batch_dim=batch_dim)
         else:
@@ -71,12 +72,25 @@ class ScaleSource:
         """gamma of every parameter of the model, measured now unless it may be reused."""
         if p not in self._kept:
             graph = self.traced()
+            if torch.compiler.is_compiling():
+                # Whether floats are enough depends on the weights, which a compiled graph cannot look
+                # at: it does what the last step outside it did.
+                return scales(graph, graph.tensors(self.model), p, exponents=self.exponents.get(p, False))
             self._check_identity(graph)
             self._kept[p] = scales(graph, graph.tensors(self.model), p)
+            self.exponents[p] = self._kept[p].exponents
         return self._kept[p]
+
+    def calibrate(self, p: float) -> None:
+        """Finds out whether plain floats are enough now, for a step that is compiled before any is run."""
+        if self.graph is not None:
+            self.gammas(p)
+            self.refresh()
 
     def stepped(self) -> None:
         """A step has moved the weights: what was measured is stale, or will be soon."""
+        if torch.compiler.is_compiling():
+            return  # nothing was kept, and a count would make torch compile again
         self._steps += 1
         if self._steps % self.refresh_every == 0:
             self.refresh()
@@ -85,12 +99,15 @@ class ScaleSource:
         """Forgets what was measured; call it after writing weights between steps with refresh_every > 1."""
         self._kept.clear()
 
-    def gamma_of(self, parameter: Tensor, p: float) -> Gamma | None:
-        """gamma of one parameter; None if it falls back to gamma = 1."""
-        name = self.names.get(id(parameter))
-        if name is None or not self.traced().parameters[name].normalised:
-            return None
-        return self.gammas(p)[name]
+    def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
+        """gamma of each of these parameters; None for one that falls back to gamma = 1."""
+        if not parameters:
+            return []
+        graph, found = self.traced(), self.gammas(p)
+        names = [self.names.get(id(parameter)) for parameter in parameters]
+        return [
+            found[name] if name is not None and graph.parameters[name].normalised else None for name in names
+        ]
 
     def _check_identity(self, graph: PathGraph) -> None:
         for name, parameter in self.model.named_parameters():
