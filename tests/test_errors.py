@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_a_model_that_changed_since_it_was_traced():
 
 def test_the_norm_of_several_regions_must_say_which():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
-    with pytest.raises(pathsgd.PathError, match=r"2 regions .*sigmoid.*region=0 to 1"):
+    with pytest.raises(pathsgd.PathError, match=r"2 regions .*sigmoid.*region=k, with k from 0 to 1"):
         pathsgd.path_norm(model)
     expected = (model[0].weight.pow(2).sum() + model[0].bias.pow(2).sum()).sqrt()
     assert torch.allclose(pathsgd.path_norm(model, region=0), expected)
@@ -156,3 +157,71 @@ def test_time_first_recurrences_ask_for_their_batch_axis():
     found = pathsgd.path_scales(model, graph)
     for name, gamma in pathsgd.path_scales(expected, x.transpose(0, 1)).items():
         assert torch.allclose(found[name], gamma)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_diverged(value):
+    model = mlp()
+    model[0].weight.data[0, 0] = value
+    with pytest.raises(pathsgd.PathError, match=r"'0.weight' holds nan or inf"):
+        pathsgd.balance(model)
+    assert not torch.isfinite(pathsgd.path_norm(model))
+    assert not torch.isfinite(pathsgd.path_norm(model, log=True))
+    assert not torch.isfinite(pathsgd.group_norm(model))
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "message"),
+    [
+        ((3, 4), {}, "must hold a tensor, got int: pass torch.empty"),
+        ([[1.0, 2.0]], {}, "must hold a tensor, got float"),
+        (torch.ones(3, 3).numpy(), {}, "must hold a tensor, got ndarray.*torch.from_numpy"),
+        (torch.ones(2, 3), {"batch_dim": 7}, "no input has an axis batch_dim=7"),
+        (torch.ones(2, 3), {"batch_dim": -1}, "no input has an axis batch_dim=-1"),
+        ({"x": {"y": torch.ones(2, 3)}}, {}, "for a model that takes one dict, pass"),
+    ],
+)
+def test_examples_that_are_no_examples(example, options, message):
+    with pytest.raises(pathsgd.TraceError, match=message):
+        pathsgd.trace(mlp(), example, **options)
+
+
+def test_errors_are_short(capfd):
+    """torch.export logs and chains hundreds of lines; the message says what matters."""
+    with pytest.raises(pathsgd.TraceError) as caught:
+        pathsgd.trace(mlp(), torch.randn(3, 5))
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    assert not capfd.readouterr().err
+
+
+def test_models_that_cannot_be_measured():
+    with pytest.raises(pathsgd.PathError, match="on the meta device"):
+        pathsgd.path_norm(mlp().to("meta"), torch.randn(1, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit itself is deprecated
+        scripted = torch.jit.script(mlp())
+    with pytest.raises(pathsgd.TraceError, match="ScriptModule cannot be traced"):
+        pathsgd.trace(scripted, torch.randn(1, 3))
+    head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    headed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU(), *head)
+    with pytest.raises(pathsgd.PathError, match="is on no path, so a norm of paths says nothing"):
+        pathsgd.path_norm(headed, torch.randn(1, 3))
+    pathsgd.path_norm(headed, torch.randn(1, 3), region=0)
+    with pytest.raises(pathsgd.PathError, match="expected two models"):
+        pathsgd.rescaling_equivalent(mlp(), pathsgd.trace(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [([("0", 1)], "expected"), ({0: 2.0}, "a string"), ({("0", True): 2.0}, "there is no unit True")],
+)
+def test_scales_of_the_wrong_kind(scales, message):
+    with pytest.raises(pathsgd.RescaleError, match=message):
+        pathsgd.rescale(mlp(), None, scales)
+
+
+@pytest.mark.parametrize("p", ["2", None, 1000.0])
+def test_p_of_the_wrong_kind(p):
+    with pytest.raises(pathsgd.PathError, match="Invalid p"):
+        pathsgd.path_norm(mlp(), p=p)

@@ -191,3 +191,34 @@ def test_the_log_is_differentiable_where_the_norm_overflows():
     # Euler: phi is homogeneous of degree one in the weights of each layer.
     for layer in (model[0], model[300], model[-1]):
         assert (layer.weight.grad * layer.weight).sum().item() == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("p", [16, 33, 64, 200])
+def test_high_orders(p):
+    """phi_p and mu_{p,q} go to their limits at p = inf without leaving the range on the way."""
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    reference = log_phi_reference(model, [p])[p]
+    assert pathsgd.path_norm(model, p=p, log=True).item() == pytest.approx(reference, rel=1e-5)
+    limit = pathsgd.group_norm(model, p=math.inf).item()
+    assert limit <= pathsgd.group_norm(model, p=p).item() <= limit * 65 ** (1 / p) * 1.001
+    assert all(torch.isfinite(value).all() for value in pathsgd.path_scales(model, p=p, log=True).values())
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_group_norms_of_large_and_small_weights(scale):
+    model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Linear(6, 3, bias=False))
+    model[0].weight.data *= scale
+    model[2].weight.data *= scale
+    expected = max(layer.weight.double().norm(dim=1).max().item() for layer in model[::2])
+    assert pathsgd.group_norm(model).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_balancing_twice_changes_nothing_in_fp32():
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, x = build(SmallResNet, torch.float32)
+        pathsgd.unbalance(model, x)
+        pathsgd.balance(model, x)
+        before = [p.clone() for p in model.parameters()]
+        pathsgd.balance(model, x)
+        assert all(map(torch.equal, before, model.parameters()))

@@ -177,14 +177,14 @@ def test_unbalance_is_the_papers():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_equivalence_gives_scales_that_prove_it():
-    model, x = build(UNet)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_equivalence_gives_scales_that_prove_it(network):
+    model, x = build(network)
     other = copy.deepcopy(model)
     pathsgd.unbalance(other, x, units=30)
     proof = pathsgd.rescaling_equivalent(model, other, x)
     assert proof
-    names = ["enter", "down", "bottom", "up", "out"]
-    pathsgd.rescale(model, x, {name: proof.scales[name] for name in names})
+    pathsgd.rescale(model, x, proof.scales)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-12)
 

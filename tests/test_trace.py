@@ -292,3 +292,31 @@ def test_constants_written_in_the_code():
     model = Constant().double()
     expected = (model.b.weight.abs() * torch.tensor([0.5, 4.0])) @ model.a.weight.abs()
     assert torch.allclose(pathsgd.path_norm(model, torch.randn(2, 3).double(), p=1), expected.sum())
+
+
+def test_integers_begin_paths_where_they_become_floats():
+    class Pixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+
+        def forward(self, x):
+            return self.net(x.float() / 255)
+
+    graph = pathsgd.trace(Pixels(), torch.zeros(2, 4, dtype=torch.uint8))
+    assert normalised(graph) == set(graph.parameters), str(graph)
+
+
+def test_autocast_does_not_lower_the_precision():
+    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 2))
+    graph = pathsgd.trace(model)
+    expected, gamma = pathsgd.path_norm(model, graph), pathsgd.path_scales(model, graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pathsgd.path_norm(model, graph), expected)
+        found = pathsgd.path_scales(model, graph)
+    assert all(torch.equal(found[name], gamma[name]) for name in gamma)
+
+
+def test_repr_is_one_line():
+    graph = pathsgd.trace(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert repr(graph) == "<PathGraph of Sequential: 4 of 4 parameters path-normalised, 1 region>"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pathsgd.errors import PathError
 from pathsgd.geometry.groups import unit_groups
 from pathsgd.geometry.rescale import apply_scales
 from pathsgd.geometry.scales import check_p
@@ -27,9 +28,6 @@ from pathsgd.geometry.weights import Tensors
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.units import FIXED, Units, units_of
-
-NEGLIGIBLE = 1e-9
-"""A network within this (in the logarithm of every scale) of its balanced form is left as it is."""
 
 
 def balance(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> float:
@@ -46,13 +44,23 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
     check_p(p)
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
+    for name in graph.parameters:
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
     units = units_of(graph)
     bound, powers = least_bound(graph, tensors, units, float(p))
     order = 1.0 if math.isinf(p) else float(p)
     logarithms = torch.where(powers > 0, -powers.log() / order, 0.0)
-    if float(logarithms.abs().max()) > NEGLIGIBLE:
+    if float(logarithms.abs().max()) > _negligible(tensors):
         apply_scales(graph, tensors, units, logarithms.exp())
     return bound
+
+
+def _negligible(tensors: Tensors) -> float:
+    """A network within this (in the logarithm of every scale) of its balanced form is left as it is: the
+    rounding of its weights is no imbalance."""
+    floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
+    return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats))
 
 
 @torch.no_grad()

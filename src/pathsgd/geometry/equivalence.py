@@ -50,13 +50,16 @@ def rescaling_equivalent(
     >>> bool(found), found.scales["0"].tolist()
     (True, [4.0])
     """
+    if not isinstance(model_b, nn.Module):
+        raise PathError(f"expected two models, got {type(model_b).__name__} for the second")
     graph = trace(model_a, example_input)
     units = units_of(graph)
     a = graph.tensors(model_a)
     try:
         b = graph.tensors(model_b)
     except PathError as error:
-        return Equivalence(False, reason=f"the models differ in structure: {error}")
+        found = str(error).split(";")[0]
+        return Equivalence(False, reason=f"the models differ in structure: {found}")
     for name in a:
         if name not in units.parameters and not torch.equal(a[name], b[name].to(a[name])):
             return Equivalence(False, reason=f"{name!r} differs, and no rescaling changes it")
@@ -68,11 +71,22 @@ def rescaling_equivalent(
         difference = (expected - b[name].double()).abs()
         if bool((difference > bound * b[name].double().abs()).any()):
             return Equivalence(False, reason=f"no scales turn {name!r} of one into the other's")
-    owned = {
-        name: factors[classes] for name, classes in units.owners.items()
-        if bool((classes != FIXED).any())
-    }  # fmt: skip
-    return Equivalence(True, owned)
+    return Equivalence(True, _named(units, factors))
+
+
+def _named(units: Units, factors: Tensor) -> dict[str, Tensor]:
+    """The scales by owner, each class under one name only: modules first, parameters where they must."""
+    covered = torch.zeros(units.count, dtype=torch.bool)
+    covered[FIXED] = True
+    named: dict[str, Tensor] = {}
+    modules = [name for name in units.owners if name not in units.parameters]
+    for name in (*modules, *units.parameters):
+        classes = units.owners.get(name)
+        if classes is None or bool(covered[classes].all()):
+            continue
+        named[name] = torch.where(covered[classes], 1.0, factors[classes])
+        covered[classes] = True
+    return named
 
 
 def _propagate(units: Units, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:

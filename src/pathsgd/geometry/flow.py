@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,5 +91,6 @@ class Flow:
 
 
 def flow_of(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> Flow:
-    dtype = compute_dtype(tensors)
+    # A high power of a mantissa needs a wider exponent than fp32 has.
+    dtype = torch.float64 if 32 < p < math.inf else compute_dtype(tensors)
     return Flow(graph, EdgeTensors(tensors, dtype), Arithmetic(float(p), dtype, exponents))

@@ -89,25 +89,25 @@ def _flat_exponent(value: Scaled) -> Tensor | None:
     return value.exponent.expand(value.mantissa.shape).reshape(-1)
 
 
-@full_precision()
 def _forward(
     graph: PathGraph, tensors: Tensors, p: float, ends: list[int]
 ) -> tuple[Arithmetic, list[Scaled]]:
     """The path weights that arrive at ``ends``: in plain floats if they are enough, else with exponents."""
-    with torch.no_grad():
-        plain = flow_of(graph, tensors, p)
-        check = RangeCheck(plain)
-        for k, value in plain.forward():
-            check.see(k, value, forward=True)
-        trusted = check.passed()
-    flow = flow_of(graph, tensors, p, exponents=not trusted)
-    values = {k: value for k, value in flow.forward() if k in ends}
-    return flow.arithmetic, [values[k] for k in ends]
+    plain = flow_of(graph, tensors, p)
+    with full_precision(plain.device):
+        with torch.no_grad():
+            check = RangeCheck(plain)
+            for k, value in plain.forward():
+                check.see(k, value, forward=True)
+            trusted = check.passed()
+        flow = flow_of(graph, tensors, p, exponents=not trusted)
+        values = {k: value for k, value in flow.forward() if k in ends}
+        return flow.arithmetic, [values[k] for k in ends]
 
 
 def _rooted(arithmetic: Arithmetic, x: Scaled, log: bool) -> Tensor:
     """``x^(1/p)`` or its logarithm. A dead output gives 0 (or -inf) and no gradient instead of NaN."""
-    alive = x.mantissa > 0
+    alive = x.mantissa != 0  # a nan is not dead
     base = torch.where(alive, x.mantissa, 1)
     if log:
         # In fp64: a deep network's logarithm has more digits than fp32 holds.
@@ -130,11 +130,17 @@ def _measured(graph: PathGraph, region: int | None) -> list[int]:
             raise PathError(f"there is no region {region}; the graph has {len(regions)}")
         return [k for k in graph.ends if graph.regions[k] == regions[region]]
     if len(regions) > 1:
-        reasons = sorted(set(graph.boundaries.values()))
+        reasons = sorted({reason for _, _, reason in graph.boundaries})
         raise PathError(
             f"{graph.model} is not one network of paths but {len(regions)} regions "
-            f"({'; '.join(reasons) or 'parts that are not connected'}); pass region=0 to "
-            f"{len(regions) - 1} to measure one of them (print(trace(model, example_input)) shows them)"
+            f"({'; '.join(reasons) or 'parts that are not connected'}); pass region=k, with k from 0 to "
+            f"{len(regions) - 1}, to measure one of them (print(trace(model, example_input)) shows them)"
+        )
+    outside = [name for name, info in graph.parameters.items() if info.reason.startswith("outside")]
+    if outside and regions:
+        raise PathError(
+            f"parameter {outside[0]!r} of {graph.model} is on no path, so a norm of paths says nothing about "
+            f"it ({graph.parameters[outside[0]].reason}); pass region=0 to measure the rest"
         )
     if not regions:
         raise PathError(f"no parameter of {graph.model} lies on a path")
@@ -163,6 +169,15 @@ def group_norm(
     return torch.linalg.vector_norm(norms, ord=q)
 
 
+def _row_norms(rows: Tensor, p: float) -> Tensor:
+    """l_p norms of rows, scaled by their largest entry so that no power leaves the range of floats."""
+    if not rows.shape[1]:
+        return rows.new_zeros(len(rows))
+    largest = rows.detach().abs().amax(1, keepdim=True)
+    largest = torch.where(largest == 0, 1, largest)
+    return largest[:, 0] * torch.linalg.vector_norm(rows / largest, ord=p, dim=1)
+
+
 def unit_norms(graph: PathGraph, tensors: Tensors, p: float) -> Tensor:
     """The l_p norm of the incoming weights of every unit, one after the other."""
     arithmetic = Arithmetic(float(p), compute_dtype(tensors))
@@ -170,5 +185,5 @@ def unit_norms(graph: PathGraph, tensors: Tensors, p: float) -> Tensor:
     for group in unit_groups(graph):
         weights = [part.rows(tensors, arithmetic.dtype) for part in group.parts]
         joined = torch.cat(weights, 1) if len(weights) > 1 else weights[0]
-        norms.append(torch.linalg.vector_norm(joined, ord=p, dim=1))
+        norms.append(_row_norms(joined, p))
     return torch.cat(norms) if norms else torch.zeros(0, dtype=arithmetic.dtype)

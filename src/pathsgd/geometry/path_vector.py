@@ -15,6 +15,7 @@ from pathsgd.geometry.flow import Flow, flow_of
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.graph.moves import move_tensor
 from pathsgd.graph.nodes import (
+    Add,
     Begin,
     Cat,
     Expand,
@@ -35,8 +36,9 @@ def path_vector(
     model: nn.Module, example_input: Example | PathGraph | None = None, *, max_paths: int = 100_000
 ) -> dict[tuple[str, ...], float]:
     """``{units on the path: product of its weights}`` for every path from an input (or the constant
-    unit) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many paths:
-    for small networks.
+    unit ``one``) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many
+    paths: for small networks. Units are named by module and place (the batch is the first, 0); ``+`` is
+    the sum of a layer and its bias, ``#2`` a second value of the same module.
 
     >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
     >>> model[0].weight.data = torch.tensor([[2.0], [-3.0]])
@@ -49,6 +51,11 @@ def path_vector(
     graph = trace(model, example_input)
     unrolled = _Unrolled(flow_of(graph, graph.tensors(model), 1))
     dag = unrolled.dag(max_paths)
+    if dag.path_count > max_paths:
+        raise PathError(
+            f"{graph.model} has {dag.path_count} paths, over max_paths={max_paths}; raise it, or measure "
+            "them without listing them, as path_norm does"
+        )
     return {
         tuple(str(v) for v in (path[0][0], *(head for _, head in path[:-1]))): product
         for path, product in dag.path_vector().items()
@@ -94,10 +101,16 @@ class _Unrolled:
         return Dag(self.weights, self.inputs, outputs, constants, fixed=(), linear=(), max_paths=max_paths)
 
     def units(self, node: Node) -> Tensor:
-        """A new unit for every entry of a node's value, named after the module that made it."""
+        """A new unit for every entry of a node's value: a layer's output by its module, a bias by its
+        parameter, a sum by the module and a plus."""
         operation = node.operation
-        label = operation.reason if isinstance(operation, Begin) else node.where
-        label = label or type(operation).__name__.lower()
+        label = node.where or type(operation).__name__.lower()
+        if isinstance(operation, Begin):
+            label = operation.reason
+        elif isinstance(operation, Source) and operation.weight.parameter is not None:
+            label = operation.weight.parameter.name
+        elif isinstance(operation, Add):
+            label = f"{node.where}+"
         count = self.labels[label] = self.labels.get(label, 0) + 1
         if count > 1:
             label = f"{label}#{count}"
@@ -123,9 +136,10 @@ class _Unrolled:
         weight = self.flow.weight(k)
         weight = None if weight is None else weight.double()
         if isinstance(operation, Source):
-            self.constants.append(f"1 for {self.names[int(out.flatten()[0])]}")
+            if "one" not in self.constants:
+                self.constants.append("one")
             row = apply(signed, operation, [], weight, node.shape, self.flow.device).mantissa
-            self.connect([self.constants[-1]], out, row.reshape(-1, 1))
+            self.connect(["one"], out, row.reshape(-1, 1))
             return out
         for place, units in enumerate(inputs):
             matrix = self.matrix(

@@ -1,4 +1,4 @@
-"""Path quantities are computed in fp32 or better: TF32, which torch allows in convolutions, is not."""
+"""Path quantities are computed in fp32 or better, whatever the network itself is run in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 inside, whatever the user allows for the network itself."""
-    if torch.compiler.is_compiling():  # a setting cannot change inside a compiled graph
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Neither autocast nor TF32 (which torch allows in convolutions) inside."""
+    if torch.compiler.is_compiling():  # settings cannot change inside a compiled graph
         yield
         return
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
@@ -19,7 +19,8 @@ def full_precision() -> Iterator[None]:
     try:
         for setting in settings:
             setting.fp32_precision = "ieee"
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         for setting, value in zip(settings, saved, strict=True):
             setting.fp32_precision = value

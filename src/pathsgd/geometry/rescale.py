@@ -15,7 +15,12 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.units import FIXED, EdgeUnits, Units, units_of
 
-UnitScales = Mapping[tuple[str, int] | str, float | Tensor]
+UnitScales = (
+    Mapping[tuple[str, int], float | Tensor]
+    | Mapping[str, float | Tensor]
+    | Mapping[str, Tensor]
+    | Mapping[tuple[str, int] | str, float | Tensor]
+)
 
 
 def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales: UnitScales) -> None:
@@ -24,7 +29,8 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
     Args:
         scales: ``{(owner, index): c}``: unit ``index`` of the module ``owner`` (a linear layer's row, a
             convolution's channel, a batch norm's channel) is multiplied by c > 0 on the way in and
-            divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units.
+            divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units,
+            ``{owner: c}`` one for all of them.
             Where a module owns several kinds of units (an RNN of two layers), name the parameter that
             leads into them instead. Units tied to others, as in a residual stream, move together:
             name any one of them.
@@ -35,6 +41,8 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
     >>> torch.equal(model(torch.ones(1, 2)), before)
     True
     """
+    if not isinstance(scales, Mapping):
+        raise RescaleError(f"expected {{(owner, index): scale}}, got {type(scales).__name__}")
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
     units = units_of(graph)
@@ -48,11 +56,15 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
 def _named(units: Units, key: Any, value: Any) -> list[tuple[int, float]]:
     """The classes one entry of ``scales`` names, with their factors."""
     owner, index = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+    if not isinstance(owner, str):
+        raise RescaleError(f"a unit is named (owner, index) with the owner's name a string, not {key!r}")
     if owner not in units.owners:
         raise RescaleError(_unknown_owner(units, owner))
     classes = units.owners[owner]
     if index is None:
         vector = torch.as_tensor(value, dtype=torch.float64).flatten()
+        if vector.numel() == 1:
+            vector = vector.expand(classes.numel())
         if vector.numel() != classes.numel():
             raise RescaleError(
                 f"{owner!r} has {classes.numel()} units but {vector.numel()} scales were given"
@@ -65,7 +77,7 @@ def _named(units: Units, key: Any, value: Any) -> list[tuple[int, float]]:
             raise RescaleError(_not_rescalable(owner, None))
         pairs = [(k, c) for k, c in chosen.items() if k != FIXED]
     else:
-        if not isinstance(index, int) or not 0 <= index < classes.numel():
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < classes.numel():
             raise RescaleError(f"{owner!r} has units 0 to {classes.numel() - 1}; there is no unit {index!r}")
         unit = int(classes[index])
         if unit == FIXED:
@@ -92,7 +104,8 @@ def _not_rescalable(owner: str, index: int | None) -> str:
     which = f"unit {index} of {owner!r}" if index is not None else f"a unit of {owner!r}"
     return (
         f"{which} cannot be rescaled: it is an output, or it feeds an operator that is not positively "
-        "homogeneous, a normalisation by running statistics, or a fixed weight; rescale a unit before it"
+        "homogeneous, a normalisation by running statistics, or a weight that is fixed or computed; "
+        "rescale a unit before it"
     )
 
 
@@ -151,6 +164,8 @@ def unbalance(
     picks = hidden // 4 if units is None else units
     if picks < 0:
         raise RescaleError(f"Invalid number of units: {picks}")
+    if not sigma >= 0:
+        raise RescaleError(f"Invalid sigma: {sigma}")
     if not (math.isfinite(factor) and factor > 0):
         raise RescaleError(f"Invalid factor: {factor}")
     if hidden == 0:

@@ -120,15 +120,20 @@ class Scales(Mapping[str, Gamma]):
         return len(self._gammas)
 
 
-def check_p(p: float) -> float:
+LARGEST_P = 256
+"""Beyond it the powers leave fp64, and phi_p is within a few percent of phi_inf."""
+
+
+def check_p(p: object) -> float:
     """The order of the norm, checked."""
-    if not p >= 1:
+    if not isinstance(p, (int, float)) or not p >= 1:
         raise PathError(f"Invalid p: {p} (path norms need 1 <= p <= inf)")
+    if LARGEST_P < p < math.inf:
+        raise PathError(f"Invalid p: {p} (p over {LARGEST_P} is beyond floats; use math.inf)")
     return float(p)
 
 
 @torch.no_grad()
-@full_precision()
 def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool | None = None) -> Scales:
     """gamma of every parameter of a traced model, by one forward and one backward pass.
 
@@ -136,20 +141,25 @@ def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool 
     The default tries plain floats first and turns to exponents if anything came near their range.
     """
     check_p(p)
-    if not exponents:
-        flow = flow_of(graph, tensors, p)
-        found = _measure(flow, None if exponents is False else RangeCheck(flow))
-        if found is not None:
-            return found
-    found = _measure(flow_of(graph, tensors, p, exponents=True), None)
+    flow = flow_of(graph, tensors, p)
+    with full_precision(flow.device):
+        found = None
+        if not exponents:
+            found = _measure(flow, None if exponents is False else RangeCheck(flow))
+        if found is None:
+            found = _measure(flow_of(graph, tensors, p, exponents=True), None)
     assert found is not None
     return found
 
 
 def path_scales(
-    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2
+    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, *, log: bool = False
 ) -> dict[str, Tensor]:
-    """gamma_p of every parameter as a dense tensor, for looking at.
+    """gamma_p of every parameter as a dense tensor, for looking at:
+    ``gamma(u -> v) = (sum over paths through the edge of prod |other weights|^p)^(2/p)``.
+
+    Path-SGD steps by g / gamma. gamma is 0 on a path that is dead, where g is 0 too: take 0/0 as 0. With
+    ``log`` the natural logarithm, which is finite on live paths where gamma itself leaves its range.
 
     >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
@@ -159,6 +169,8 @@ def path_scales(
     """
     graph = trace(model, example_input)
     found = scales(graph, graph.tensors(model), p)
+    if log:
+        return {name: gamma.log2() * math.log(2) for name, gamma in found.items()}
     return {name: gamma.dense() for name, gamma in found.items()}
 
 

@@ -64,6 +64,7 @@ class Builder:
 
     nodes: list[Node] = field(default_factory=list)
     ends: dict[int, str] = field(default_factory=dict)
+    boundaries: list[tuple[int, str, str]] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     where: str = ""
@@ -85,6 +86,7 @@ class Builder:
         """``value`` is read by something that is no path: its units count as outputs of the region."""
         if isinstance(value, Paths):
             self.ends.setdefault(value.node, reason)
+            self.boundaries.append((value.node, self.where, reason))
         else:
             for name in parameters_of(value):
                 self.outside.setdefault(name, reason)

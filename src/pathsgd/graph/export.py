@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,18 +23,34 @@ def export_at_batch_one(
 ) -> tuple[ExportedProgram, list[str]]:
     """The exported program, and what a reader of the report should know about it."""
     args, kwargs = _on_device_of(model, (args, kwargs))
+    _check_example((args, kwargs), batch_dim)
     cut = _cut_batch((args, kwargs), batch_dim)
     if cut is None:
         return _export(model, args, kwargs), []
-    try:
+    with contextlib.suppress(TraceError):
         return _export(model, *cut), _time_first(model) if batch_dim == 0 else []
-    except TraceError:
-        # Perhaps the model fixes its batch size, or the example has no batch axis at all.
-        note = (
-            f"axis {batch_dim} of the example could not be cut to one entry, so all of it counts "
-            "as positions; if it is no batch axis, pass batch_dim=None"
+    # Perhaps the model fixes its batch size, or the example has no batch axis at all.
+    note = (
+        f"axis {batch_dim} of the example could not be cut to one entry, so all of it counts as "
+        "positions; if it is no batch axis, pass batch_dim=None"
+    )
+    return _export(model, args, kwargs), [note]
+
+
+def _check_example(inputs: Any, batch_dim: int | None) -> None:
+    leaves = pytree.tree_leaves(inputs)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not tensors:
+        found = type(leaves[0]).__name__ if leaves else "nothing"
+        hint = "pass torch.empty(*shape)" if found == "int" else "make it a tensor, as torch.from_numpy does"
+        raise TraceError(f"example_input must hold a tensor, got {found}: {hint}")
+    if batch_dim is None:
+        return
+    if batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors):
+        shapes = [tuple(x.shape) for x in tensors]
+        raise TraceError(
+            f"no input has an axis batch_dim={batch_dim!r} (shapes {shapes}); name one, or pass None"
         )
-        return _export(model, args, kwargs), [note]
 
 
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
@@ -115,14 +132,30 @@ class _RunningStatistics(TorchFunctionMode):
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _untouched(model), _RunningStatistics(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _untouched(model), _RunningStatistics(), _quiet():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
     except Exception as error:
-        raise _explained(model, error, args, kwargs) from error
-    return program
+        explained = _explained(model, error, args, kwargs)
+    else:
+        return program
+    # The message has what matters; the chain of torch's own tracebacks is hundreds of lines.
+    raise explained
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and the error log of export: what matters of them is raised."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -177,4 +210,8 @@ def _explained(
         )
     else:
         advice = f"check that example_input {shapes} is what the model's forward takes"
+        if kwargs and not args:
+            advice += (
+                "; a dict is taken as keyword inputs: for a model that takes one dict, pass (that dict,)"
+            )
     return TraceError(f"tracing failed in {where}: {message[0]} ({advice})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class ParameterInfo:
     """Other names under which the model holds the same Parameter."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PathGraph:
     """The paths of a network: nodes in order of evaluation, where paths end, and what is outside.
 
@@ -44,8 +44,8 @@ class PathGraph:
     regions: tuple[int, ...]
     parameters: Mapping[str, ParameterInfo]
     notes: tuple[str, ...] = ()
-    boundaries: Mapping[int, str] = field(default_factory=dict)
-    """For each region boundary inside the network: the node that ends there and the reason."""
+    boundaries: tuple[tuple[int, str, str], ...] = ()
+    """Where regions end inside the network: (node, module that ends it, reason)."""
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node with edge weights, with them."""
@@ -76,8 +76,13 @@ class PathGraph:
                     f"parameter {name!r} has shape {tuple(tensors[name].shape)} but had "
                     f"{info.shape} when the model was traced; trace it again"
                 )
+            if tensors[name].is_meta:
+                raise PathError(f"parameter {name!r} is on the meta device and has no values to measure")
         tensors.update(model.named_buffers())
         return tensors
+
+    def __repr__(self) -> str:
+        return f"<{str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
         from pathsgd.graph.report import report

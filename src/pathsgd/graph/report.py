@@ -46,10 +46,15 @@ def _verdict(info: ParameterInfo) -> str:
 
 
 def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
-    lines: dict[str, None] = {}
-    for node, reason in graph.boundaries.items():
+    """One line per region and reason, with the modules in which it happens."""
+    places: dict[tuple[int, str], dict[str, None]] = {}
+    for node, where, reason in graph.boundaries:
         region = graph.regions[node]
         if region in shown:
-            where = graph.nodes[node].where
-            lines[f"region {shown[region]}{f' after {where}' if where else ''}: {reason}"] = None
-    return list(lines)
+            places.setdefault((shown[region], reason), {})[where] = None
+    lines = []
+    for (region, reason), found in sorted(places.items()):
+        names = [where for where in found if where]
+        at = f" at {', '.join(names[:4])}{', ...' * (len(names) > 4)}" if names else ""
+        lines.append(f"region {region}{at}: {reason}")
+    return lines

@@ -67,6 +67,8 @@ def trace(
 def _check_parameters(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError("a ScriptModule cannot be traced; pass the module it was made from")
     named = list(model.named_parameters())
     if not named:
         raise TraceError(f"{type(model).__name__} has no parameters: there is nothing to trace")
@@ -118,14 +120,13 @@ def _build(model: nn.Module, program: ExportedProgram, notes: list[str]) -> Path
                 if spec.kind == OutputKind.USER_OUTPUT and isinstance(value, fx.Node)
             ]  # fmt: skip
     returned = tuple(value.node for value in outputs if isinstance(value, Paths))
-    boundaries = dict(builder.ends)
     for node_id in returned:
         builder.ends[node_id] = "output"
     regions = find_regions(builder.nodes)
     parameters = describe_parameters(model, builder, regions, environment.names)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
-        tuple(builder.notes), boundaries,
+        tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)),
     )  # fmt: skip
 
 
@@ -202,9 +203,10 @@ class _Environment:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""
         carries_paths = any(isinstance(value, Paths) for value in inputs)
         parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()
-        if carries_paths:
-            for value in inputs:
-                self.builder.end(value, reason)
+        if not carries_paths and parameters:
+            reason = f"a weight computed by {call.name}"
+        for value in inputs:
+            self.builder.end(value, reason)
 
         def result(fake: Any) -> Any:
             if not isinstance(fake, Tensor):
@@ -212,8 +214,7 @@ class _Environment:
             shape = tuple(map(int, fake.shape))
             if carries_paths and fake.is_floating_point():
                 return self.builder.begin(shape, reason)
-            computed = f"a weight computed by {call.name}" if parameters else reason
-            return Unknown(shape, fake.is_floating_point(), computed, parameters)
+            return Unknown(shape, fake.is_floating_point(), reason, parameters)
 
         returned = node.meta.get("val")
         if isinstance(returned, (tuple, list)):
@@ -258,7 +259,8 @@ class _Environment:
         fake = node.meta.get("val")
         fake = fake[0] if isinstance(fake, (tuple, list)) and fake else fake
         shape = tuple(map(int, fake.shape)) if isinstance(fake, Tensor) else ()
-        return Call(name, arguments, shape)
+        floating = isinstance(fake, Tensor) and fake.is_floating_point()
+        return Call(name, arguments, shape, floating)
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):

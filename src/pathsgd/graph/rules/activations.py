@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Value
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Weight
 from pathsgd.graph.rules.registry import Call, rule
 from pathsgd.graph.rules.shapes import reshape_value
@@ -41,6 +41,13 @@ def homogeneous(b: Builder, call: Call) -> list[Value]:
         raise Ends(f"a weight computed by {call.name}")
     if isinstance(value, Weight) and "dropout" in call.name:
         raise Ends("a weight under dropout")
+    if (
+        isinstance(value, Unknown)
+        and not value.parameters
+        and call.name in ("_to_copy", "to", "float", "double")
+    ):
+        # Integers made floats: pixels or counts, where paths begin.
+        return [b.begin(call.shape, "input")] if call.floating else [value]
     # The second output of native_dropout is its mask, which carries no path.
     return [value]
 

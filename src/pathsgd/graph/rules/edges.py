@@ -33,6 +33,8 @@ def linear(b: Builder, call: Call) -> Value:
 def activation(b: Builder, call: Call, name: str) -> Paths:
     """An argument that acts as an activation; a parameter there (a learned query) is a constant's edges."""
     value = call[name]
+    if isinstance(value, Unknown) and not value.parameters:
+        return b.paths(replace(value, reason="input"))
     return b.paths(value) if isinstance(value, Weight) else call.paths(name)
 
 

@@ -12,11 +12,12 @@ from pathsgd.graph.nodes import Shape, Weight
 
 @dataclass(frozen=True)
 class Call:
-    """One operator of the exported program: its name, its arguments by name, its first output's shape."""
+    """One operator of the exported program: its name, its arguments by name, and what it returns first."""
 
     name: str
     arguments: Mapping[str, Any]
     shape: Shape
+    floating: bool = True
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
