@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.norms import group_norm
 from pathsgd.geometry.rescale import apply_scales
 from pathsgd.geometry.scales import check_p
 from pathsgd.geometry.weights import Tensors
@@ -31,9 +32,10 @@ from pathsgd.graph.units import FIXED, Units, units_of
 
 
 def balance(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> float:
-    """Rescales ``model`` in place to its equivalent of least ``mu_{p,inf}``; returns that value.
+    """Rescales ``model`` in place to its equivalent of least ``mu_{p,inf}``; returns what it is then.
 
-    The function does not change; dead units stay as they are; balancing twice changes nothing.
+    The function does not change; balancing twice changes nothing. Dead units stay as they are, and so do
+    the weights that lead out of them.
     Units that feed a square keep their scale. A network none of whose paths is alive stays as it is.
 
     >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
@@ -48,12 +50,12 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
         if not bool(torch.isfinite(tensors[name]).all()):
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
     units = units_of(graph)
-    bound, powers = least_bound(graph, tensors, units, float(p))
+    _, powers = least_bound(graph, tensors, units, float(p))
     order = 1.0 if math.isinf(p) else float(p)
     logarithms = torch.where(powers > 0, -powers.log() / order, 0.0)
     if float(logarithms.abs().max()) > _negligible(tensors):
         apply_scales(graph, tensors, units, logarithms.exp())
-    return bound
+    return group_norm(model, graph, p).item()
 
 
 def _negligible(tensors: Tensors) -> float:
@@ -168,7 +170,7 @@ class _System:
         held[FIXED] = True
         families = []
         for group in unit_groups(graph):
-            heads = group.parts[0].heads(units)
+            heads = group.heads(units)
             parts = []
             for part in group.parts:
                 rows = part.rows(tensors, torch.float64).abs().cpu()
@@ -240,7 +242,11 @@ class _System:
             constant = torch.where(present, known[pick], 0.0)
             identity = torch.eye(len(classes), dtype=torch.float64)
             solution, info = torch.linalg.solve_ex(identity - damping * matrix, damping * constant)
-            if int(info) or not bool(torch.isfinite(solution).all()) or float(solution.min()) < 0:
+            if int(info) or not bool(torch.isfinite(solution).all()):
+                return False
+            # The least solution grows with every better policy; one that falls (below zero, say) has gain
+            # over one around a circle, and there is no solution.
+            if bool((solution < current * (1 - 1e-9)).any()):
                 return False
             current = solution
         powers[classes] = current

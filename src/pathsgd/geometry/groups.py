@@ -40,6 +40,8 @@ class Part:
     def tails(self, units: Units) -> Tensor:
         """The class each weight of ``rows`` comes from; one row if all units have the same."""
         edge = units.edges[self.node]
+        if (own := self._uncovered(units)) is not None:
+            return own[:, None]
         if isinstance(self.operation, Linear):
             return edge.tail.expand(1, self.operation.weight.shape[1])
         shape = self.operation.weight.shape
@@ -50,11 +52,20 @@ class Part:
     def heads(self, units: Units) -> Tensor:
         """The class of every unit of the family."""
         edge = units.edges[self.node]
+        if (own := self._uncovered(units)) is not None:
+            return own
         if isinstance(self.operation, Linear):
             head = edge.head.expand(self.operation.weight.shape[0], 1)
         else:
             head = self._by_unit(edge.head.expand(self.operation.weight.shape))[:, :1]
         return self._spread(head).flatten()
+
+    def _uncovered(self, units: Units) -> Tensor | None:
+        """The classes of units that share one weight between them and each keep their own scale."""
+        ids = units.uncovered.get(self.node)
+        if ids is None or any(n > m for n, m in zip(ids.shape, self.units, strict=True)):
+            return None
+        return ids.expand(self.units).flatten()
 
     def _by_unit(self, weight: Tensor) -> Tensor:
         match self.operation:
@@ -78,6 +89,10 @@ class Group:
     """A family of units with the parts that lead into them."""
 
     parts: tuple[Part, ...]
+
+    def heads(self, units: Units) -> Tensor:
+        """The class of every unit, from the part that knows them best."""
+        return max(self.parts, key=lambda part: math.prod(part.layout)).heads(units)
 
 
 def unit_groups(graph: PathGraph) -> list[Group]:
@@ -116,7 +131,7 @@ def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
     assert isinstance(operation, (Linear, Conv, Scale, Source))
     parameter = operation.weight.parameter
     assert parameter is not None
-    factors = tuple(f"{factor.name}{factor.literal}" for factor in operation.weight.factors)
+    factors = tuple(map(repr, operation.weight.factors))
     return (type(operation).__name__, parameter.name, repr(parameter.views), *factors)
 
 

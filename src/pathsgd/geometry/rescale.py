@@ -122,7 +122,9 @@ def apply_scales(graph: PathGraph, tensors: Tensors, units: Units, factors: Tens
         if bool((factors[edge.head] == 1).all()) and bool((factors[edge.tail] == 1).all()):
             continue
         updated = rescaled(tensors[name], edge, factors)
-        if not bool(torch.isfinite(updated).all()) and bool(torch.isfinite(tensors[name]).all()):
+        tiny = torch.finfo(updated.dtype).tiny
+        lost = (updated.abs() < tiny) & (tensors[name].abs() >= tiny)
+        if bool(lost.any()) or not bool(torch.isfinite(updated[torch.isfinite(tensors[name])]).all()):
             raise RescaleError(
                 f"the scales take parameter {name!r} out of the range of {tensors[name].dtype}; "
                 "use smaller ones"

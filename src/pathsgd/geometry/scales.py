@@ -184,7 +184,7 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
             values[k] = value
         if check is not None:
             check.see(k, value, forward=True)
-    del value
+    value = None  # type: ignore[assignment]  # not kept alive by this name
     uses: dict[str, int] = {}
     for _, weight in flow.graph.weights():
         if weight.parameter is not None:

@@ -66,6 +66,8 @@ class Builder:
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    """The parameters that some operator reads."""
     notes: list[str] = field(default_factory=list)
     where: str = ""
 
@@ -121,6 +123,8 @@ class Builder:
     def add(self, values: Sequence[Value]) -> Paths:
         shape = broadcast(*(self.shape(value) for value in values))
         parts = [self.paths(value, shape) for value in values if not is_zero(value)]
+        if not parts:  # zeros all of them
+            parts = [self.paths(values[0], shape)]
         if len(parts) == 1:
             return parts[0]
         return self.emit(Add(), parts, shape)

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +28,14 @@ def export_at_batch_one(
     if cut is None:
         return _export(model, args, kwargs), []
     with contextlib.suppress(TraceError):
-        return _export(model, *cut), _time_first(model) if batch_dim == 0 else []
+        program = _export(model, *cut)
+        if _depends_on_size(program, model, _cut_batch((args, kwargs), batch_dim, to=2)):
+            note = (
+                f"what the model computes depends on the size of axis {batch_dim}, so it is no batch axis "
+                "and all of it counts; pass batch_dim to name the batch, or batch_dim=None"
+            )
+            return _export(model, args, kwargs), [note]
+        return program, _time_first(model) if batch_dim == 0 else []
     # Perhaps the model fixes its batch size, or the example has no batch axis at all.
     note = (
         f"axis {batch_dim} of the example could not be cut to one entry, so all of it counts as "
@@ -72,7 +79,29 @@ def _time_first(model: nn.Module) -> list[str]:
     return []
 
 
-def _cut_batch(inputs: Any, batch_dim: int | None) -> Any | None:
+def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) -> bool:
+    """Whether a batch of two runs other operators than a batch of one: a loop over the axis, a branch."""
+    try:
+        other = _export(model, *inputs)
+    except TraceError:
+        return False  # two is a size the example does not have; one was fine
+
+    def calls(exported: ExportedProgram) -> list[Any]:
+        found = []
+        for node in exported.graph.nodes:
+            if node.op == "call_function":
+                steps = None
+                if "rnn_" in str(node.target):
+                    # One operator for all time steps: their number must not be what was cut.
+                    shape = node.args[0].meta["val"].shape
+                    steps = shape[1 if node.args[-1] is True and len(shape) == 3 else 0]
+                found.append((str(node.target), steps))
+        return found
+
+    return calls(program) != calls(other)
+
+
+def _cut_batch(inputs: Any, batch_dim: int | None, to: int = 1) -> Any | None:
     """The inputs at batch one; None if they are already."""
     tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
     if batch_dim is None or not tensors or tensors[0].dim() <= batch_dim:
@@ -85,8 +114,8 @@ def _cut_batch(inputs: Any, batch_dim: int | None) -> Any | None:
         if not isinstance(x, Tensor) or x.dim() <= batch_dim or x.shape[batch_dim] != size:
             return x
         shape = list(x.shape)
-        shape[batch_dim] = 1
-        return x.narrow(batch_dim, 0, 1) if size else x.new_zeros(shape)
+        shape[batch_dim] = to
+        return x.narrow(batch_dim, 0, to) if size >= to else x.new_zeros(shape)
 
     return pytree.tree_map(cut, inputs)
 
@@ -99,8 +128,22 @@ class _TensorsOnly(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        outputs = pytree.tree_leaves(self.model(*args, **kwargs))
-        return [x for x in outputs if isinstance(x, Tensor)]
+        return tensors_in(self.model(*args, **kwargs))
+
+
+def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
+    """Every tensor in a structure, also inside objects that torch does not know."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return []
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = value
+    else:
+        items = vars(value).values() if hasattr(value, "__dict__") else ()
+    return [x for item in items for x in tensors_in(item, depth - 1)]
 
 
 def own_name(name: str) -> str:
@@ -162,9 +205,9 @@ def _quiet() -> Iterator[None]:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward pass under export leaves in the modules (fake tensors, for one)."""
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
-    lists = [
-        (value, list(value)) for _, attributes in saved for value in attributes.values()
-        if isinstance(value, list)
+    containers = [
+        (value, value.copy()) for _, attributes in saved for value in attributes.values()
+        if isinstance(value, (list, dict, set))
     ]  # fmt: skip
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -175,18 +218,21 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for module, attributes in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        for value, items in lists:
-            value[:] = items
+        for value, items in containers:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(items)
 
 
 def _mutates(program: ExportedProgram) -> bool:
-    """Whether an activation is written in place, so that the program must be made functional."""
+    """Whether anything but a counter (of a batch norm) is written in place, so that the program must be
+    made functional."""
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             continue
-        value = node.args[0].meta.get("val") if node.args else None
-        if isinstance(value, Tensor) and value.is_floating_point():
+        target = node.args[0] if node.args else None
+        value = target.meta.get("val") if isinstance(target, fx.Node) else None
+        if not (isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 0):
             return True
     return False
 

@@ -78,7 +78,7 @@ class PathGraph:
                 )
             if tensors[name].is_meta:
                 raise PathError(f"parameter {name!r} is on the meta device and has no values to measure")
-        tensors.update(model.named_buffers())
+        tensors.update(model.named_buffers(remove_duplicate=False))
         return tensors
 
     def __repr__(self) -> str:

@@ -74,6 +74,9 @@ def describe_parameters(
             normalised=normalised,
             reason="" if normalised else ALONE,
         )
+    for name in builder.read:
+        if not described[name].regions:
+            described[name] = replace(described[name], reason="outside: what it leads to is on no path")
     for name, reason in builder.outside.items():
         described[name] = replace(described[name], normalised=False, reason=f"outside: {reason}")
     return described

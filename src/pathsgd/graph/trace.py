@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ def trace(
         return example_input
     model = unwrap(model)
     _check_parameters(model)
+    _check_memory(model)
     args, kwargs = _as_inputs(model, example_input)
     program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
     graph = _build(model, program, notes)
@@ -83,6 +85,29 @@ def _check_parameters(model: nn.Module) -> None:
         if parameter.layout != torch.strided:
             raise TraceError(
                 f"parameter {name!r} has layout {parameter.layout}; make it dense with .to_dense()"
+            )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Two names for one piece of memory would be rescaled twice."""
+    spans = []
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+            continue
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise TraceError(
+                f"{name!r} is an expanded tensor whose entries share memory; make it .contiguous()"
+            )
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        spans.append((start, start + (reach + 1) * tensor.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise TraceError(
+                f"{first!r} and {second!r} share memory but are different tensors; make them one Parameter "
+                "(b.weight = a.weight) or give each its own memory"
             )
 
 
@@ -114,12 +139,9 @@ def _build(model: nn.Module, program: ExportedProgram, notes: list[str]) -> Path
         elif node.op == "call_function":
             environment.call(node)
         elif node.op == "output":
-            specs = program.graph_signature.output_specs
-            outputs = [
-                environment.values.get(value) for spec, value in zip(specs, node.args[0], strict=True)
-                if spec.kind == OutputKind.USER_OUTPUT and isinstance(value, fx.Node)
-            ]  # fmt: skip
-    returned = tuple(value.node for value in outputs if isinstance(value, Paths))
+            builder.where = ""
+            outputs = environment.outputs(node)
+    returned = tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
     for node_id in returned:
         builder.ends[node_id] = "output"
     regions = find_regions(builder.nodes)
@@ -155,6 +177,8 @@ class _Environment:
         shape = tuple(map(int, value.shape))
         target = own_name(spec.target or "")
         if spec.kind == InputKind.PARAMETER:
+            if node.users:
+                self.builder.read.add(self.names[target])
             self.values[node] = Weight(shape, Stored(shape, self.names[target]))
         elif target in self.buffers and value.is_floating_point():
             self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")
@@ -193,11 +217,33 @@ class _Environment:
             if rule is None:
                 raise Ends(why_it_ends(call.name))
             result = rule(builder, call)
+            for name in call.arguments:
+                if name not in call.read:
+                    for value in _leaves({name: call.arguments[name]}):
+                        builder.end(value, f"{call.name} reads it as its {name}")
             if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
                 result = result[0]
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._ended(node, call, str(reason), carries)
+
+    def outputs(self, node: fx.Node) -> list[Any]:
+        """What the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""
+        returned: list[Any] = []
+        specs = self.program.graph_signature.output_specs
+        results = node.args[0]
+        assert isinstance(results, (tuple, list))
+        for spec, result in zip(specs, results, strict=True):
+            value = self.values.get(result) if isinstance(result, fx.Node) else None
+            value = value[0] if isinstance(value, list) and value else value
+            if spec.kind == OutputKind.USER_OUTPUT:
+                returned.append(value)
+            if isinstance(value, Paths):
+                if spec.kind != OutputKind.USER_OUTPUT:
+                    self.builder.end(value, "written to a buffer")
+            elif isinstance(value, (Weight, Unknown)):
+                self.builder.end(value, "returned by the model")
+        return returned
 
     def _ended(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""

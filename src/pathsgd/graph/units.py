@@ -69,6 +69,8 @@ class Units:
     """The classes of the units a module (or a parameter) owns, in their order."""
     squared: Tensor
     """Whether a class feeds its outgoing edges through a square."""
+    uncovered: dict[int, Tensor]
+    """By node: the classes of units that share one weight, which no rescaling changes."""
 
 
 _found: weakref.WeakKeyDictionary[PathGraph, Units] = weakref.WeakKeyDictionary()
@@ -94,6 +96,7 @@ class _Search:
     ids: list[Tensor] = field(default_factory=list)
     degrees: list[int] = field(default_factory=list)
     edges: dict[int, EdgeUnits] = field(default_factory=dict)
+    uncovered: dict[int, Tensor] = field(default_factory=dict)
 
     # Union-find
 
@@ -144,8 +147,23 @@ class _Search:
             self.ids.append(ids)
             if k in self.graph.ends:
                 self.fix(ids)
+        self.fix_dead_ends()
         self.share_parameters()
         return self.collect()
+
+    def fix_dead_ends(self) -> None:
+        """A unit no output depends on has paths to nowhere: it is not rescaled."""
+        nodes = range(len(self.graph.nodes))
+        alive = set(self.graph.ends)
+        for k in reversed(nodes):
+            if k in alive:
+                alive.update(self.graph.nodes[k].inputs)
+        reached = {self.root(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        for k in nodes:
+            if k not in alive:
+                units = torch.unique(self.ids[k])
+                dead = [unit for unit in units.tolist() if self.root(unit) not in reached]
+                self.fix(torch.tensor(dead, dtype=torch.int64))
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)
@@ -236,6 +254,7 @@ class _Search:
             # One weight for several units: it stays as it is, and they keep their own scales.
             unscaled = torch.full((1,) * len(weight.shape), FIXED)
             self.edges[k] = EdgeUnits(unscaled, unscaled)
+            self.uncovered[k] = ids
             return ids
         out = self.fresh(layout)
         tail = ids.reshape(ids.shape[ids.dim() - len(weight.shape) :])
@@ -316,11 +335,12 @@ class _Search:
         parameters = {
             name: final(EdgeUnits(head, tail, degree)) for name, (head, tail, degree) in self.shared.items()
         }
+        uncovered = {k: number[ids] for k, ids in self.uncovered.items()}
         squared = torch.zeros(len(unique), dtype=torch.bool)
         for edge in edges.values():
             if edge.degree != 1:
                 squared[edge.tail.flatten()] = True
-        return Units(len(unique), edges, parameters, self.owners(edges, number), squared)
+        return Units(len(unique), edges, parameters, self.owners(edges, number), squared, uncovered)
 
     def owners(self, edges: dict[int, EdgeUnits], number: Tensor) -> dict[str, Tensor]:
         """The classes each parameter leads into, under its own name and under its module's."""

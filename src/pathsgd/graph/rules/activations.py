@@ -37,6 +37,9 @@ def why_it_ends(name: str) -> str:
 @rule(*HOMOGENEOUS)
 def homogeneous(b: Builder, call: Call) -> list[Value]:
     value: Value = call.get("self", "input")
+    call.get("other")  # type_as: only its dtype matters
+    if isinstance(value, (Paths, Weight)) and not call.floating:
+        raise Ends("a cast to integers is not positively homogeneous")
     if isinstance(value, Weight) and call.name in ("relu", "leaky_relu", "rrelu", "abs"):
         raise Ends(f"a weight computed by {call.name}")
     if isinstance(value, Weight) and "dropout" in call.name:
@@ -69,7 +72,7 @@ def threshold(b: Builder, call: Call) -> Value:
 @rule("masked_fill")
 def masked_fill(b: Builder, call: Call) -> Value:
     if call["value"] == 0:
-        return call.paths("self")
+        return b.expand(call.paths("self"), call.shape)
     raise Ends("masked_fill with a value other than zero")
 
 

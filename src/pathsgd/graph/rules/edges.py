@@ -24,6 +24,10 @@ def biased(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = 
 
 @rule("linear")
 def linear(b: Builder, call: Call) -> Value:
+    if is_zero(call["input"]):
+        # The zero state a recurrence starts from: no path but the bias.
+        zero = replace(number(0), shape=call.shape)
+        return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
     x, weight = activation(b, call, "input"), call["weight"]
     if isinstance(weight, Unknown):
         return biased(b, computed(b, call, x, weight), call)
@@ -69,7 +73,7 @@ def addmm(b: Builder, call: Call) -> Value:
 
 def product(b: Builder, call: Call, left: Value, right: Value) -> Paths:
     """A matrix product with an activation on one side and a weight (or a softmax) on the other."""
-    if isinstance(left, Paths) and left.mixes and isinstance(right, Paths):
+    if isinstance(left, Paths) and left.mixes and isinstance(right, Paths) and len(b.shape(left)) > 1:
         return attend(b, right, queries=b.shape(left)[-2], shape=call.shape)
     if isinstance(left, Paths) and isinstance(right, Weight):
         weight = right if len(right.shape) > 1 else _weight(reshape_value(b, right, (-1, 1)))
@@ -103,9 +107,15 @@ def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
     The true weights depend on the data; any fixed ones that sum to one leave the rescalings of V and
     of the output projection as they are, and these make the result that of average pooling.
     """
+    if len(b.shape(values)) < 2:
+        raise Ends("a softmax applied to a vector")
     keys = b.shape(values)[-2]
     average = b.times(b.reduce(values, (len(b.shape(values)) - 2,)), 1 / max(keys, 1))
-    return b.expand(average, (*b.shape(values)[:-2], queries, b.shape(values)[-1]))
+    target = (*shape[:-2], queries, shape[-1]) if len(shape) > 1 else shape
+    lead = b.shape(average)
+    if len(target) < len(lead):
+        average = b.reshape(average, lead[-len(target) :])
+    return b.expand(average, target)
 
 
 @rule("scaled_dot_product_attention")
@@ -173,9 +183,11 @@ def mul(b: Builder, call: Call) -> Value:
     return times(b, call, call["self"], call["other"])
 
 
-def times(b: Builder, call: Call, left: Value | float, right: Value | float) -> Value:
+def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
     left = number(left) if isinstance(left, (int, float)) else left
     right = number(right) if isinstance(right, (int, float)) else right
+    if not (isinstance(left, (Paths, Weight, Unknown)) and isinstance(right, (Paths, Weight, Unknown))):
+        raise Ends("a product with a number read from a tensor")
     if is_zero(left) or is_zero(right):
         return replace(number(0), shape=broadcast(b.shape(left), b.shape(right)))
     if isinstance(left, Paths) and isinstance(right, Paths):
@@ -188,7 +200,7 @@ def times(b: Builder, call: Call, left: Value | float, right: Value | float) -> 
         if isinstance(weight, Unknown):
             raise Ends(weight.reason)
         assert isinstance(weight, Weight)
-        if is_fixed(weight) and weight.shape == () and weight.factors[0].literal == (1.0,):
+        if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
             return x
         return b.scale(x, weight if is_fixed(weight) else weight.as_role("scale"))
     if isinstance(left, Weight) and isinstance(right, Weight):
@@ -206,6 +218,8 @@ def times(b: Builder, call: Call, left: Value | float, right: Value | float) -> 
 
 @rule("div", "divide", "true_divide")
 def div(b: Builder, call: Call) -> Value:
+    if call.get("rounding_mode") is not None:
+        raise Ends("division with rounding is not positively homogeneous")
     divisor = call["other"]
     if isinstance(divisor, (int, float)):
         return times(b, call, call["self"], 1 / divisor if divisor else float("inf"))

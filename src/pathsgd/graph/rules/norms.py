@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pathsgd.graph.builder import Builder, Paths, Value
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Stored, Weight, number
 from pathsgd.graph.rules.registry import Call, rule
 from pathsgd.graph.rules.shapes import reshape_value
@@ -23,6 +23,8 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
     sigma = _stored(variance)
     inverse_sigma = replace(sigma, inverse_sigma=eps)
     weight, bias = call.get("weight"), call.get("bias")
+    if isinstance(weight, (Paths, Unknown)):
+        raise Ends("batch norm with a computed weight")
     gain = weight if isinstance(weight, Weight) else None
 
     def edge(*factors: Stored) -> Weight:
@@ -35,8 +37,8 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
         b.scale(x, edge(inverse_sigma)),
         edge(inverse_sigma, _stored(mean), *number(-1).factors),
     ]
-    if isinstance(bias, Weight):
-        parts.append(_along(b, bias.as_role("norm bias"), len(b.shape(x)), channel=1))
+    if bias is not None:
+        parts.append(_bias_along(b, bias, len(b.shape(x)), channel=1))
     return [b.add(parts)]
 
 
@@ -61,11 +63,20 @@ def _ends(b: Builder, call: Call, x: Paths, reason: str, channel: int | None = N
         return value if channel is None else _along(b, value, ndim, channel)
 
     weight, bias = call.get("weight"), call.get("bias")
+    if isinstance(weight, (Paths, Unknown)):
+        raise Ends(f"{call.name} with a computed weight")
     if isinstance(weight, Weight):
         y = b.scale(y, laid_out(weight, "norm weight"))
-    if isinstance(bias, Weight):
-        y = b.add([y, laid_out(bias, "norm bias")])
+    if bias is not None:
+        y = b.add([y, bias if channel is None else _bias_along(b, bias, ndim, channel)])
     return y
+
+
+def _bias_along(b: Builder, bias: Value, ndim: int, channel: int) -> Value:
+    """A bias, which may be computed, laid along one axis."""
+    if isinstance(bias, Weight):
+        bias = bias.as_role("norm bias")
+    return reshape_value(b, bias, (*b.shape(bias), *(1,) * (ndim - 1 - channel)))
 
 
 def _along(b: Builder, weight: Weight, ndim: int, channel: int) -> Weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
@@ -18,12 +18,16 @@ class Call:
     arguments: Mapping[str, Any]
     shape: Shape
     floating: bool = True
+    read: set[str] = field(default_factory=set)
+    """The arguments a rule has looked at. One it has not is no path: the tracer ends it."""
 
     def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
         return self.arguments[name]
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The first of ``names`` this overload has, else ``default``."""
+        self.read.update(names)
         for name in names:
             if self.arguments.get(name) is not None:
                 return self.arguments[name]
@@ -31,14 +35,14 @@ class Call:
 
     def paths(self, name: str) -> Paths:
         """An argument that must carry paths for the rule to apply."""
-        value = self.arguments[name]
+        value = self[name]
         if not isinstance(value, Paths):
             raise Ends(f"{self.name} of a value that is no activation")
         return value
 
     def weight(self, name: str) -> Weight:
         """An argument that must be a parameter, a buffer or a literal."""
-        value = self.arguments[name]
+        value = self[name]
         if isinstance(value, Weight):
             return value
         if isinstance(value, Unknown):

@@ -21,6 +21,8 @@ def rnn_relu(b: Builder, call: Call) -> list[Value]:
         )
     time = (1 if call["batch_first"] else 0) if len(b.shape(x)) == 3 else 0
     directions = 2 if call["bidirectional"] else 1
+    if not all(isinstance(weight, Weight) for weight in call["params"]):
+        raise Ends("a recurrent layer with computed weights")
     per_layer = 4 if call["has_biases"] else 2
     parameters: list[Weight] = call["params"]
     groups = [parameters[k : k + per_layer] for k in range(0, len(parameters), per_layer)]

@@ -83,7 +83,10 @@ def t(b: Builder, call: Call) -> Value:
     if ndim < 2:
         return call["self"]
     order = list(range(ndim))
-    order[-2:] = [ndim - 1, ndim - 2]
+    if call.name == "numpy_T":
+        order.reverse()
+    else:
+        order[-2:] = [ndim - 1, ndim - 2]
     return permute_value(b, call["self"], order)
 
 
@@ -100,6 +103,7 @@ def movedim(b: Builder, call: Call) -> Value:
 
 @rule("expand", "expand_as", "broadcast_to", "expand_copy")
 def expand(b: Builder, call: Call) -> Value:
+    call.get("other")  # only its shape matters
     return expand_value(b, call["self"], call.shape)
 
 
@@ -213,12 +217,14 @@ def roll(b: Builder, call: Call) -> Value:
 @rule("pixel_shuffle", "channel_shuffle", "pixel_unshuffle")
 def shuffle(b: Builder, call: Call) -> Value:
     x = call.paths("self")
+    if call.name == "channel_shuffle":
+        batch, channels, *rest = b.shape(x)
+        x = b.reshape(x, (batch, call["groups"], channels // call["groups"], *rest))
+        x = b.permute(x, (0, 2, 1, *range(3, 3 + len(rest))))
+        return b.reshape(x, call.shape)
     *lead, c, h, w = b.shape(x)
     n = len(lead)
-    if call.name == "channel_shuffle":
-        g = call["groups"]
-        x = b.permute(b.reshape(x, (*lead, g, c // g, h, w)), (*range(n), n + 1, n, n + 2, n + 3))
-    elif call.name == "pixel_shuffle":
+    if call.name == "pixel_shuffle":
         r = call["upscale_factor"]
         x = b.reshape(x, (*lead, c // r**2, r, r, h, w))
         x = b.permute(x, (*range(n), n, n + 3, n + 1, n + 4, n + 2))
@@ -232,11 +238,12 @@ def shuffle(b: Builder, call: Call) -> Value:
 @rule("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
       "scalar_tensor")  # fmt: skip
 def filled(b: Builder, call: Call) -> Value:
+    call.get("self")  # only its shape and dtype matter
     value: Any = call.get("fill_value", "s", default=0.0)
     if "zeros" in call.name:
         value = 0.0
     elif "ones" in call.name:
         value = 1.0
-    if not isinstance(value, (int, float)):
-        return Unknown(call.shape, True, f"a constant made by {call.name}")
+    if not isinstance(value, (int, float)) or not call.floating:
+        return Unknown(call.shape, call.floating, f"a constant made by {call.name}")
     return replace(number(value), shape=call.shape)

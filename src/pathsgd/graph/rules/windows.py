@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from pathsgd.graph.builder import Builder, Ends, Paths, Value
 from pathsgd.graph.nodes import Shape, Window, number
 from pathsgd.graph.rules.registry import Call, rule
@@ -146,11 +148,10 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
     x = call.get("input", "self")
     if not isinstance(x, Paths):
         raise Ends("upsampling of a value that is no activation")
-    half = 0.5 if "exact" in call.name else 0.0
+    exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
-        scale = _resize_scale(call, axis, n, out)
-        index = tuple(min(math.floor((k + half) * scale), n - 1) for k in range(out))
+        index = _nearest(n, out, _factor(call, axis), exact)
         x = b.axis_map(x, dim, Window("gather", n, out, index=index))
     return x
 
@@ -169,12 +170,23 @@ def upsample_linear(b: Builder, call: Call) -> Value:
     return x
 
 
-def _resize_scale(call: Call, axis: int, size: int, out: int) -> float:
-    """Input places per output place, as torch computes it: by the factor if one was given."""
+def _nearest(size: int, out: int, factor: float | None, exact: bool) -> Shape:
+    """Which entry each place takes: asked of torch itself, whose fp32 arithmetic decides ties."""
+    operator = torch.ops.aten._upsample_nearest_exact1d if exact else torch.ops.aten.upsample_nearest1d
+    places = torch.arange(size, dtype=torch.float64, device="cpu").reshape(1, 1, -1)
+    return tuple(int(k) for k in operator(places, [out], factor).flatten().tolist())
+
+
+def _factor(call: Call, axis: int) -> float | None:
+    """The scale factor of an axis, if one was given."""
     factors = call.get("scale_factors")
     if factors is None:
         factors = [call.get(name) for name in ("scales_d", "scales_h", "scales_w", "scales")]
         factors = [f for f in factors if f is not None]
-    if factors and len(factors) > axis and factors[axis]:
-        return 1 / float(factors[axis])
-    return size / max(out, 1)
+    return float(factors[axis]) if factors and len(factors) > axis and factors[axis] else None
+
+
+def _resize_scale(call: Call, axis: int, size: int, out: int) -> float:
+    """Input places per output place, as torch computes it: by the factor if one was given."""
+    factor = _factor(call, axis)
+    return 1 / factor if factor else size / max(out, 1)
