@@ -25,7 +25,8 @@ def biased(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = 
 @rule("linear")
 def linear(b: Builder, call: Call) -> Value:
     if is_zero(call["input"]):
-        # The zero state a recurrence starts from: no path but the bias.
+        # The zero state a recurrence starts from: no path but the bias, whatever the weight.
+        call.get("weight")
         zero = replace(number(0), shape=call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
     x, weight = activation(b, call, "input"), call["weight"]
