@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from pathsgd.errors import TraceError
+from pathsgd.graph.rules import COPIES, MOVES
 
 
 def export_at_batch_one(
@@ -89,7 +90,9 @@ def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) ->
     def calls(exported: ExportedProgram) -> list[Any]:
         found = []
         for node in exported.graph.nodes:
-            if node.op == "call_function":
+            name = str(node.target).removeprefix("aten.").split(".")[0]
+            # An axis of size one needs fewer copies and views than one of size two.
+            if node.op == "call_function" and name not in MOVES and name not in COPIES:
                 steps = None
                 if "rnn_" in str(node.target):
                     # One operator for all time steps: their number must not be what was cut.

@@ -10,7 +10,12 @@ from pathsgd.graph.rules import activations, edges, norms, sequences, shapes, wi
 from pathsgd.graph.rules.activations import why_it_ends
 from pathsgd.graph.rules.registry import RULES, Call, Result
 
+MOVES = frozenset(name for name, rule in RULES.items() if rule.__module__ == shapes.__name__)
+COPIES = frozenset(
+    ("clone", "contiguous", "detach", "alias", "to", "_to_copy", "<built-in function getitem>")
+)
+
 __all__ = [
-    "RULES", "Call", "Result", "activations", "edges", "norms", "sequences", "shapes", "why_it_ends",
-    "windows",
+    "COPIES", "MOVES", "RULES", "Call", "Result", "activations", "edges", "norms", "sequences", "shapes",
+    "why_it_ends", "windows",
 ]  # fmt: skip
