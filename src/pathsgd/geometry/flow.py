@@ -12,7 +12,7 @@ from torch import Tensor
 from pathsgd.geometry.apply import adjoint, apply
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.geometry.weights import EdgeTensors, Tensors
-from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Source, Square
+from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Square, Weighted
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 
 Values = dict[int, Scaled]
@@ -29,7 +29,7 @@ class Flow:
     def weight(self, k: int) -> Tensor | None:
         """The signed edge weights of node k, if it has any."""
         operation = self.graph.nodes[k].operation
-        if isinstance(operation, (Source, Linear, Conv, Scale)):
+        if isinstance(operation, Weighted):
             return self.edges.weights(operation.weight)
         return None
 

@@ -17,7 +17,7 @@ from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
 from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
-from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source
+from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source, Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 
@@ -194,7 +194,7 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
         if check is not None:
             check.see(k, gradient, forward=False)
         operation = flow.graph.nodes[k].operation
-        if not isinstance(operation, (Source, Linear, Conv, Scale)) or operation.weight.parameter is None:
+        if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue
         info = flow.graph.parameters[operation.weight.parameter.name]
         if not info.normalised:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.graph.nodes import Conv, Linear, Node, Scale, Shape, Source, Weight
+from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PathGraph:
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node with edge weights, with them."""
         for k, node in enumerate(self.nodes):
-            if isinstance(node.operation, (Source, Linear, Conv, Scale)):
+            if isinstance(node.operation, Weighted):
                 yield k, node.operation.weight
 
     def parameter_regions(self) -> list[int]:

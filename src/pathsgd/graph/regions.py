@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from pathsgd.graph.builder import Builder
-from pathsgd.graph.nodes import Conv, Linear, Node, Scale, Source
+from pathsgd.graph.nodes import Node, Weighted
 from pathsgd.graph.path_graph import ParameterInfo
 
 ALONE = "alone in its region: no other weight lies on its paths, so gamma = 1"
@@ -37,7 +37,7 @@ def longest_paths(nodes: Sequence[Node], regions: Sequence[int]) -> dict[int, in
     depth: list[int] = []
     longest: dict[int, int] = {}
     for k, node in enumerate(nodes):
-        weighted = isinstance(node.operation, (Source, Linear, Conv, Scale))
+        weighted = isinstance(node.operation, Weighted)
         own = weighted and node.operation.weight.parameter is not None  # type: ignore[union-attr]
         depth.append(max((depth[source] for source in node.inputs), default=0) + own)
         longest[regions[k]] = max(longest.get(regions[k], 0), depth[k])
@@ -59,7 +59,7 @@ def describe_parameters(
     longest = longest_paths(builder.nodes, regions)
     for k, node in enumerate(builder.nodes):
         operation = node.operation
-        if not isinstance(operation, (Source, Linear, Conv, Scale)):
+        if not isinstance(operation, Weighted):
             continue
         if operation.weight.parameter is None:
             continue

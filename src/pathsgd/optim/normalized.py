@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd.geometry.scales import Gamma
+from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
-from pathsgd.optim.source import ScaleSource, check_options, source_and_params
+from pathsgd.optim.source import ScaleSource, source_and_params
 
 
 class PathNormalized(Optimizer):
@@ -55,7 +55,7 @@ class PathNormalized(Optimizer):
         batch_dim: int | None = 0,
         **options: Any,
     ) -> None:
-        check_options(p, None)
+        check_p(p)
         source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
         base = optimizer_class(params, **options)
         self._share(base)

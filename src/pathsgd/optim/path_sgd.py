@@ -13,10 +13,10 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
-from pathsgd.geometry.scales import Gamma
+from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
-from pathsgd.optim.source import ScaleSource, check_options, source_and_params
+from pathsgd.optim.source import ScaleSource, source_and_params
 
 
 class PathSGD(Optimizer):
@@ -88,7 +88,7 @@ class PathSGD(Optimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         if fallback_lr is not None and (fallback_lr < 0 or lr == 0):
             raise ValueError(f"Invalid fallback_lr value: {fallback_lr} (it follows lr, which must not be 0)")
-        check_options(p, None)
+        check_p(p)
         self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
         defaults = {
             "lr": lr,

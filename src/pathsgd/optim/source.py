@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.scales import Gamma, Scales, check_p, scales
+from pathsgd.geometry.scales import Gamma, Scales, scales
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example, Inputs, trace
 
@@ -167,10 +167,3 @@ def source_and_params(
             "graph=pathsgd.trace(model, example_input)"
         )
     return ScaleSource(model, graph, batch_dim, refresh_every), model_or_params
-
-
-def check_options(p: float, max_relative_step: float | None) -> None:
-    """The options every path optimizer shares."""
-    check_p(p)
-    if max_relative_step is not None and not max_relative_step > 0:
-        raise ValueError(f"Invalid max_relative_step value: {max_relative_step}")

@@ -79,14 +79,14 @@ def product(b: Builder, call: Call, left: Value, right: Value) -> Paths:
     if isinstance(left, Paths) and isinstance(right, Weight):
         weight = right if len(right.shape) > 1 else _weight(reshape_value(b, right, (-1, 1)))
         rows = weight_matrix(b, call, weight, transpose=True)
-        return _reshaped(b, b.linear(left, rows), call.shape)
+        return b.reshape(b.linear(left, rows), call.shape)
     if isinstance(right, Paths) and isinstance(left, Weight):
         weight = left if len(left.shape) > 1 else _weight(reshape_value(b, left, (1, -1)))
         rows = weight_matrix(b, call, weight, transpose=False)
         ndim = len(b.shape(right))
         x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
         y = b.linear(_swapped(b, x), rows)
-        return _reshaped(b, _swapped(b, y), call.shape)
+        return b.reshape(_swapped(b, y), call.shape)
     for value in (left, right):
         if isinstance(value, Unknown):
             raise Ends(value.reason)
@@ -263,7 +263,3 @@ def _weight(value: Value) -> Weight:
 def _swapped(b: Builder, x: Paths) -> Paths:
     ndim = len(b.shape(x))
     return b.permute(x, (*range(ndim - 2), ndim - 1, ndim - 2))
-
-
-def _reshaped(b: Builder, x: Paths, shape: Shape) -> Paths:
-    return b.reshape(x, shape)

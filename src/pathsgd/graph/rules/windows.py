@@ -34,11 +34,6 @@ def total(b: Builder, call: Call) -> Value:
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
 
 
-def spatial(b: Builder, x: Paths, call: Call) -> int:
-    """The first of the axes a pooling operator works on."""
-    return len(call.shape) - _axes(call)
-
-
 def _axes(call: Call) -> int:
     return next(n for n in (1, 2, 3) if f"{n}d" in call.name)
 
@@ -55,7 +50,7 @@ def _pool(b: Builder, call: Call, kind: str) -> Paths:
     stride = _per_axis(call, "stride", kernel) if call.get("stride") else kernel
     padding = _per_axis(call, "padding", 0)
     dilation = _per_axis(call, "dilation", 1)
-    first = spatial(b, x, call)
+    first = len(call.shape) - _axes(call)
     for k in range(_axes(call)):
         size = b.shape(x)[first + k]
         window = Window(
@@ -83,7 +78,7 @@ def avg_pool(b: Builder, call: Call) -> Value:
 
 def _adaptive(b: Builder, call: Call, kind: str) -> Paths:
     x = call.paths("self")
-    first = spatial(b, x, call)
+    first = len(call.shape) - _axes(call)
     for dim in range(first, len(call.shape)):
         x = b.axis_map(x, dim, Window(kind, b.shape(x)[dim], call.shape[dim]))
     return x
