@@ -80,7 +80,7 @@ BODIES = {
     "state in a buffer": stateful,
     "an unused layer": lambda n, x, h: (n.l3(h), n.l2(h))[1],
     "a shared scalar gate": lambda n, x, h: n.l2(F.relu(n.gate * h + n.mask_maker(h))),
-    "a product with an item": lambda n, x, h: n.l2(h * 3.0),
+    "a product with an item": lambda n, x, h: n.l2(h * n.gate.item()),
     "a factor of two constants": lambda n, x, h: n.l2(h * (torch.ones((), dtype=torch.float64) * 3)),
     "channels shuffled in 3d": lambda n, x, h: n.l2(
         F.channel_shuffle(h[:, :4, None, None, None].expand(-1, -1, 2, 1, 1), 2)
@@ -120,6 +120,52 @@ def test_whatever_is_accepted_keeps_its_function(name):
     after = outputs(model, x) + outputs(model, x)
     for a, b in zip(before, after, strict=True):
         assert (a - b).abs().max() <= 1e-10 * max(a.abs().max().item(), 1e-300)
+
+
+@pytest.mark.parametrize(
+    ("body", "times"),
+    [
+        (lambda n, x, h: n.l2(h), 1),
+        (lambda n, x, h: n.l2(h * (torch.ones((), dtype=torch.float64) * 3)), 3),
+        (lambda n, x, h: n.l2(h[:, None].masked_fill(torch.zeros(3, 5).bool(), 0)), 3),
+    ],
+)
+def test_constants_and_broadcasts_count_as_they_should(body, times):
+    """phi_1 with unit weights and no biases is the number of paths: 4 * 5 * 3, and what the body adds."""
+    model = Net(body).double()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    for layer in (model.l1, model.l2):
+        nn.init.zeros_(layer.bias)
+    found = pathsgd.path_norm(model, torch.ones(1, 4, dtype=torch.float64), p=1).item()
+    assert found == 60 * times
+
+
+def test_a_constant_cast_to_integers_is_not_measured_as_if_it_were_not():
+    model = Net(lambda n, x, h: n.l2(h * torch.full((5,), 1.7).long())).double()
+    with pytest.raises(pathsgd.PathError, match="cast to integers"):
+        pathsgd.path_norm(model, torch.ones(1, 4, dtype=torch.float64), p=1)
+
+
+@pytest.mark.parametrize(("size", "options"), [(26, {"size": 46}), (16, {"scale_factor": 1.3})])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_upsampling_takes_the_entries_torch_takes(size, options, mode):
+    """The path norm of each output is the weight of the one entry it copies."""
+
+    class Resize(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv1d(1, 1, 1, bias=False)
+            self.places = nn.Parameter(torch.arange(1.0, size + 1))
+
+        def forward(self, x):
+            return F.interpolate(self.a(x) * self.places, mode=mode, **options)
+
+    model = Resize()
+    nn.init.ones_(model.a.weight)
+    (found,) = pathsgd.path_norm(model, torch.ones(1, 1, size), p=1, per_output=True)
+    expected = F.interpolate(model.places.detach()[None, None], mode=mode, **options)
+    assert torch.equal(found.detach(), expected)
 
 
 class Loop(nn.Module):

@@ -1,0 +1,212 @@
+"""The path optimizers keep torch's own contract: what its optimizer tests ask of any optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import pathsgd
+from networks import Mlp, SmallResNet, build
+from pathsgd import PathAdam, PathSGD
+from pathsgd.geometry.scales import scales
+from pathsgd.optim.path_sgd import path_sgd
+from test_equivariance import train
+from test_optim import backward, unchanged, weights
+
+MAKERS = {
+    "PathSGD": lambda m, x, **kw: PathSGD(m, x, lr=kw.pop("lr", 1e-3), momentum=0.9, **kw),
+    "PathAdam": lambda m, x, **kw: PathAdam(m, x, lr=kw.pop("lr", 1e-3), **kw),
+}
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every
+def test_closures_and_hooks(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.item() > model(x).pow(2).mean().item()
+    assert called == ["before", "after"]
+
+
+@every
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_loaded_state_continues_as_if_nothing_happened(make, weights_only):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    train(model, optimizer, x, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)
+    other = build(Mlp)[0]
+    other.load_state_dict(loaded["model"])
+    resumed = make(other, x, lr=0.5)
+    resumed.load_state_dict(loaded["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 1e-3
+    assert torch.equal(train(model, optimizer, x, steps=3), train(other, resumed, x, steps=3))
+
+
+@every
+def test_copies_and_pickles(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    train(model, optimizer, x, steps=2)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    expected = train(model, optimizer, x, steps=2)
+    for other in copies:
+        assert other.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
+        assert torch.equal(train(other.source.model, other, x, steps=2), expected)
+
+
+@every
+def test_schedulers_and_groups(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    backward(model, x)
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert torch.allclose(extra, torch.zeros(2, dtype=torch.float64))
+
+
+@every
+def test_gradients_are_left_alone_and_missing_ones_are_skipped(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    before = weights(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert unchanged(model, before)
+    backward(model, x)
+    model[0].bias.grad = None
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    objects = [p.grad for p in model.parameters()]
+    optimizer.step()
+    for p, grad, same in zip(model.parameters(), grads, objects, strict=True):
+        assert p.grad is same
+        assert grad is None or torch.equal(p.grad, grad)
+    assert torch.equal(model[0].bias, before[1])
+
+
+@every
+def test_zero_gradients_move_nothing(make):
+    model, x = build(Mlp)
+    optimizer = make(model, x)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert unchanged(model, before)
+
+
+def test_foreach_equals_the_loop():
+    for options in ({}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}):
+        model, x = build(SmallResNet)
+        other = copy.deepcopy(model)
+        train(model, PathSGD(model, x, lr=1e-3, foreach=True, **options), x, steps=5)
+        train(other, PathSGD(other, x, lr=1e-3, foreach=False, **options), x, steps=5)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_tensor_lr_and_maximize():
+    model, x = build(Mlp)
+    other = copy.deepcopy(model)
+    train(model, PathSGD(model, x, lr=torch.tensor(1e-3, dtype=torch.float64), weight_decay=0.1), x, steps=3)
+    train(other, PathSGD(other, x, lr=1e-3, weight_decay=0.1), x, steps=3)
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    before = model(x).pow(2).mean().item()
+    backward(model, x)
+    PathSGD(model, x, lr=1e-3, maximize=True).step()
+    assert model(x).pow(2).mean().item() > before
+
+
+def test_a_differentiable_step():
+    """The loss after a step, differentiated with respect to lr: through the update, gamma held fixed."""
+    model, x = build(Mlp)
+    lr = torch.tensor(1e-3, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in model.named_parameters()]
+    clones = {name: p.detach().clone() for name, p in model.named_parameters()}
+    backward(model, x)
+    found = pathsgd.path_scales(model, x)
+    for name, p in model.named_parameters():
+        clones[name].grad = p.grad.clone()
+    graph = pathsgd.trace(model, x)
+    gammas = scales(graph, graph.tensors(model))
+    stepped = [clones[name].clone() for name in names]
+    path_sgd(stepped, [clones[n].grad for n in names], [gammas[n] for n in names], [None] * len(names),
+             lr=lr, differentiable=True, foreach=False)  # fmt: skip
+    loss = sum(s.sum() for s in stepped)
+    (slope,) = torch.autograd.grad(loss, lr)
+    expected = -sum((clones[n].grad / found[n]).sum() for n in names)
+    assert torch.allclose(slope, expected)
+
+
+def test_low_precision_parameters():
+    model, x = build(Mlp, torch.bfloat16)
+    for optimizer in (PathSGD(model, x, lr=1e-2, momentum=0.9), PathAdam(model, x, lr=1e-3)):
+        before = weights(model)
+        train(model, optimizer, x, steps=3)
+        assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
+        assert not unchanged(model, before)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    PathAdam(model, x, lr=1e-3).step()
+    assert unchanged(model, before)
+
+
+def test_grad_scaler_skips_steps_with_inf():
+    model, x = build(Mlp, torch.float32)
+    optimizer = PathSGD(model, x, lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = weights(model)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(x).pow(2).mean()).backward()
+        if bad:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert unchanged(model, before) == bad
+
+
+def test_a_compiled_step_is_one_graph_under_a_schedule():
+    model, x = build(Mlp, torch.float32)
+    other = copy.deepcopy(model)
+    optimizers = [PathSGD(m, x, lr=torch.tensor(1e-3), momentum=0.9) for m in (model, other)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        backward(m, x)
+        optimizer.step()
+    counter = CompileCounter()
+    steps = [torch.compile(optimizers[0].step, backend=counter), optimizers[1].step]
+    for _ in range(4):
+        for m, step, scheduler in zip((model, other), steps, schedulers, strict=True):
+            scheduler.step()
+            m.zero_grad(set_to_none=False)
+            m(x).pow(2).mean().backward()
+            step()
+    assert counter.frame_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
