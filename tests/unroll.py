@@ -15,7 +15,7 @@ test writes its network down a second time, and the Dag then lists every path::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -361,6 +361,21 @@ class Unroller:
                 total[label.index] += root**p
         exponent = 2 if p == math.inf else 2 / p
         return {name: total**exponent for name, total in totals.items()}
+
+    def counted_gamma(self, dag: Dag[str], p: float, count: Callable[[int], float]) -> dict[str, Array]:
+        """gamma of shared weights by enumeration: a path that uses an element k times, seen with one of
+        those uses left out, counts ``count(k)`` times. ``count(k) = k`` is :meth:`parameter_gamma`."""
+        totals = {label.name: np.zeros(label.shape) for label in self.labels.values()}
+        for path in dag.paths():
+            uses: dict[tuple[str, Index], list[int]] = {}
+            for k, edge in enumerate(path):
+                if (label := self.labels.get(edge)) is not None:
+                    uses.setdefault((label.name, label.index), []).append(k)
+            for (name, index), places in uses.items():
+                rest = math.prod(abs(dag.weights[e]) ** p for k, e in enumerate(path) if k != places[0])
+                own = abs(self.labels[path[places[0]]].factor) ** p
+                totals[name][index] += count(len(places)) * own * rest
+        return {name: total ** (2 / p) for name, total in totals.items()}
 
 
 def sliding_windows(

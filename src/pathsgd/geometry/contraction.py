@@ -49,7 +49,7 @@ def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
     step = max(block_size // outputs, 1)
     y = x.new_zeros(x.shape[0], outputs)
     for columns, block in zip(x.split(step, 1), weight.split(step, 1), strict=True):
-        y.addmm_(columns, arithmetic.power(block).t())
+        y = y.addmm(columns, arithmetic.power(block).t())
     return y
 
 

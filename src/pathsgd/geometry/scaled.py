@@ -68,6 +68,9 @@ class Arithmetic:
         if self.unit == 1:
             return w.abs()
         if self.unit != int(self.unit) or self.unit > 64:
+            if w.requires_grad:
+                # A second derivative of |w|^p at 0 would be inf times 0 for p < 2.
+                return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.unit))
             return w.abs().pow(self.unit)
         n = int(self.unit)
         result = None

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
+from pathsgd.geometry import sharing
 from pathsgd.geometry.convolution import weight_adjoint
 from pathsgd.geometry.flow import Flow, Values, flow_of
 from pathsgd.geometry.movement import move
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
+from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
 from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source, Weighted
 from pathsgd.graph.path_graph import PathGraph
@@ -54,6 +56,12 @@ class Gamma:
         if column.exponent is None or row.exponent is None:
             return Scaled(mantissa)
         return Scaled(mantissa, (column.exponent + row.exponent).clamp(min=DEAD))
+
+    def times(self, factor: Tensor) -> Gamma:
+        """This scale with the sum over paths multiplied, entry by entry."""
+        product = self.product()
+        whole = Scaled(product.mantissa * factor.to(product.mantissa.dtype), product.exponent)
+        return Gamma(self.arithmetic, self.shape, whole=whole)
 
     def dense(self) -> Tensor:
         """gamma as a tensor of the parameter's shape. May over- or underflow where ``log2`` does not."""
@@ -113,6 +121,9 @@ class Scales(Mapping[str, Gamma]):
     def __getitem__(self, name: str) -> Gamma:
         return self._gammas[name]
 
+    def replaced(self, name: str, gamma: Gamma) -> Scales:
+        return Scales({**self._gammas, name: gamma}, self.exponents)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._gammas)
 
@@ -134,13 +145,22 @@ def check_p(p: object) -> float:
 
 
 @torch.no_grad()
-def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool | None = None) -> Scales:
+def scales(
+    graph: PathGraph,
+    tensors: Tensors,
+    p: float = 2,
+    *,
+    exponents: bool | None = None,
+    shared: Shared = "kappa1",
+) -> Scales:
     """gamma of every parameter of a traced model, by one forward and one backward pass.
 
     ``exponents`` carries a power-of-two exponent per unit: exact at any depth and imbalance, slower.
     The default tries plain floats first and turns to exponents if anything came near their range.
+    ``shared`` says how often a path counts that uses a weight more than once, see
+    :mod:`pathsgd.geometry.sharing`.
     """
-    check_p(p)
+    check_shared(shared, check_p(p))
     flow = flow_of(graph, tensors, p)
     with full_precision(flow.device):
         found = None
@@ -148,18 +168,26 @@ def scales(graph: PathGraph, tensors: Tensors, p: float = 2, *, exponents: bool 
             found = _measure(flow, None if exponents is False else RangeCheck(flow))
         if found is None:
             found = _measure(flow_of(graph, tensors, p, exponents=True), None)
-    assert found is not None
+        assert found is not None
+        for name, factor in sharing.factors(graph, tensors, p, shared).items():
+            found = found.replaced(name, found[name].times(factor))
     return found
 
 
 def path_scales(
-    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, *, log: bool = False
+    model: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    p: float = 2,
+    *,
+    log: bool = False,
+    shared: Shared = "kappa1",
 ) -> dict[str, Tensor]:
     """gamma_p of every parameter as a dense tensor, for looking at:
     ``gamma(u -> v) = (sum over paths through the edge of prod |other weights|^p)^(2/p)``.
 
     Path-SGD steps by g / gamma. gamma is 0 on a path that is dead, where g is 0 too: take 0/0 as 0. With
-    ``log`` the natural logarithm, which is finite on live paths where gamma itself leaves its range.
+    ``log`` the natural logarithm, which is finite on live paths where gamma itself leaves its range. For
+    ``shared`` see :class:`pathsgd.PathSGD`.
 
     >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
@@ -168,7 +196,7 @@ def path_scales(
     (tensor([[0.2500, 0.2500]]), tensor([[18.]]))
     """
     graph = trace(model, example_input)
-    found = scales(graph, graph.tensors(model), p)
+    found = scales(graph, graph.tensors(model), p, shared=shared)
     if log:
         return {name: gamma.log2() * math.log(2) for name, gamma in found.items()}
     return {name: gamma.dense() for name, gamma in found.items()}
