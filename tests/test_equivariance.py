@@ -29,8 +29,23 @@ OPTIMIZERS = {
     "Adam": lambda m, g: PathAdam(m, g, lr=1e-4),
     "AdamW": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-4, weight_decay=0.1),
     "RMSprop": lambda m, g: PathNormalized(torch.optim.RMSprop, m, g, lr=1e-5, momentum=0.5),
+    "clipped": lambda m, g: clipped(PathSGD(m, g, lr=1e-3, momentum=0.9)),
+    "limited": lambda m, g: PathSGD(m, g, lr=1e-2, momentum=0.5, max_relative_step=1e-3),
+    "gram": lambda m, g: PathSGD(m, g, lr=1e-4, shared="gram"),
     "coupled": lambda m, g: PathNormalized(torch.optim.SGD, m, g, lr=1e-4, momentum=0.9, weight_decay=0.1),
 }
+
+
+def clipped(optimizer, max_norm=0.01):
+    """Clips before every step, by the invariant norm."""
+
+    def clip(*_):
+        pathsgd.clip_path_grad_norm_(optimizer, max_norm)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 # Only products and square roots: exact under powers of two.
 EXACT = [name for name in OPTIMIZERS if name != "p=1.5"]
 

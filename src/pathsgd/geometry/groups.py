@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.convolution import by_output
-from pathsgd.geometry.weights import EdgeTensors, Tensors
+from pathsgd.geometry.weights import EdgeTensors, Tensors, stored_tensor
 from pathsgd.graph.nodes import Add, Conv, Linear, Scale, Shape, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.units import Units
@@ -36,6 +36,14 @@ class Part:
         """The signed weights, one row per unit."""
         weight = EdgeTensors(tensors, dtype).weights(self.operation.weight).to(dtype)
         return self._spread(self._by_unit(weight))
+
+    def entries(self, shape: Shape) -> Tensor:
+        """Which entry of the parameter, of that shape, each weight of ``rows`` is."""
+        weight = self.operation.weight
+        assert weight.parameter is not None
+        numbers = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+        seen = stored_tensor(weight.parameter, {weight.parameter.name: numbers}, numbers.dtype)
+        return self._spread(self._by_unit(seen.expand(weight.shape))).long()
 
     def tails(self, units: Units) -> Tensor:
         """The class each weight of ``rows`` comes from; one row if all units have the same."""

@@ -15,9 +15,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd.geometry.scales import Gamma, check_p
+from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
+
+Limit = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+"""Shortens the steps of these parameters."""
 
 
 class PathNormalized(Optimizer):
@@ -28,7 +33,7 @@ class PathNormalized(Optimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: as in :class:`pathsgd.PathSGD`.
         p: the order of the path norm.
-        graph, refresh_every, batch_dim: as in :class:`pathsgd.PathSGD`.
+        graph, max_relative_step, shared, refresh_every, batch_dim: as in :class:`pathsgd.PathSGD`.
         **options: what the base optimizer takes.
 
     State is kept on h and z, so it survives a rescaling of the model in mid-training. One copy of the
@@ -51,16 +56,20 @@ class PathNormalized(Optimizer):
         *,
         p: float = 2,
         graph: PathGraph | None = None,
+        max_relative_step: float | None = None,
+        shared: Shared = "kappa1",
         refresh_every: int = 1,
         batch_dim: int | None = 0,
         **options: Any,
     ) -> None:
-        check_p(p)
-        source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
+        check_limit(max_relative_step)
+        check_shared(shared, check_p(p))
+        source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
         base = optimizer_class(params, **options)
         self._share(base)
         super().__init__(base.param_groups, base.defaults)
         self.source, self.base, self.p = source, base, p
+        self.max_relative_step = max_relative_step
         self._share(base)
 
     def _share(self, base: Optimizer) -> None:
@@ -87,7 +96,8 @@ class PathNormalized(Optimizer):
         self._share(self.base)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"base": self.base, "source": self.source, "p": self.p}
+        kept = ("base", "source", "p", "max_relative_step")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -100,18 +110,25 @@ class PathNormalized(Optimizer):
         if closure is None:
             work = [p for p in work if p.grad is not None]
         gammas = self.source.gammas_of(work, self.p)
-        chart = _Chart([(p, g) for p, g in zip(work, gammas, strict=True) if g is not None])
+        chart = _Chart([(p, g) for p, g in zip(work, gammas, strict=True) if g is not None], self._limit())
         with torch.no_grad(), chart.entered():
             loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
         self.source.stepped()
         return loss
 
+    def _limit(self) -> Limit | None:
+        bound = self.max_relative_step
+        if bound is None:
+            return None
+        return lambda parameters, steps: self.source.limited(parameters, steps, self.p, bound)
+
 
 class _Chart:
     """Parameters seen as z = w sqrt(gamma), with gamma held fixed: in place, on the same Parameters."""
 
-    def __init__(self, parameters: list[tuple[Tensor, Gamma]]) -> None:
+    def __init__(self, parameters: list[tuple[Tensor, Gamma]], limit: Limit | None = None) -> None:
         self.parameters = parameters
+        self.limit = limit
         self.start: list[Tensor] = []
         self.origin: list[Tensor] = []
         self.grads: list[Tensor | None] = []
@@ -131,7 +148,11 @@ class _Chart:
             self._write(self.start)
             raise
         else:
-            self._write(self._weights())
+            steps = self._steps()
+            if self.limit is not None:
+                self._write(self.start)  # a limit looks at the weights the step begins with
+                steps = self.limit([p for p, _ in self.parameters], steps)
+            self._write(self._weights(steps))
         finally:
             for (p, _), grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
@@ -141,7 +162,7 @@ class _Chart:
 
         def evaluate() -> Any:
             here = [p.detach().clone() for p, _ in self.parameters]
-            self._write(self._weights())
+            self._write(self._weights(self._steps()))
             for (p, _), grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
             with torch.enable_grad():
@@ -160,11 +181,18 @@ class _Chart:
                     raise RuntimeError("PathNormalized does not support sparse gradients")
                 p.grad = gamma.divide(_computed(p.grad, gamma)).to(p.dtype)
 
-    def _weights(self) -> list[Tensor]:
+    def _steps(self) -> list[Tensor]:
+        """``z' - z``."""
+        return [
+            _computed(p, gamma) - origin
+            for (p, gamma), origin in zip(self.parameters, self.origin, strict=True)
+        ]
+
+    def _weights(self, steps: list[Tensor]) -> list[Tensor]:
         """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
         return [
-            start + gamma.divide(_computed(p, gamma) - origin).to(p.dtype)
-            for (p, gamma), start, origin in zip(self.parameters, self.start, self.origin, strict=True)
+            start + gamma.divide(step).to(p.dtype)
+            for (p, gamma), start, step in zip(self.parameters, self.start, steps, strict=True)
         ]
 
     def _write(self, values: list[Tensor]) -> None:

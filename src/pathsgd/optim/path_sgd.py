@@ -14,9 +14,13 @@ from torch.optim.optimizer import (
 )
 
 from pathsgd.geometry.scales import Gamma, check_p
+from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
+
+Limit = Callable[[list[Tensor]], list[Tensor]]
 
 
 class PathSGD(Optimizer):
@@ -43,6 +47,11 @@ class PathSGD(Optimizer):
         nesterov: Nesterov momentum.
         weight_decay: decoupled weight decay.
         graph: the graph of the model, if it was traced before.
+        max_relative_step: no unit's incoming weights move by more than this fraction of themselves, both
+            measured in invariant coordinates (default: no limit). It tames near-dead paths.
+        shared: how often a path counts that uses a weight k times, as in recurrent and tied layers:
+            ``"kappa1"`` k times, ``"gram"`` k^2, ``"hessian"`` k (2k - 1). The last two need a pass over
+            the network for each entry of such a weight.
         refresh_every: gamma is measured every so many steps.
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
@@ -69,6 +78,8 @@ class PathSGD(Optimizer):
         nesterov: bool = False,
         weight_decay: float = 0.0,
         graph: PathGraph | None = None,
+        max_relative_step: float | None = None,
+        shared: Shared = "kappa1",
         refresh_every: int = 1,
         fallback_lr: float | None = None,
         batch_dim: int | None = 0,
@@ -88,8 +99,9 @@ class PathSGD(Optimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         if fallback_lr is not None and (fallback_lr < 0 or lr == 0):
             raise ValueError(f"Invalid fallback_lr value: {fallback_lr} (it follows lr, which must not be 0)")
-        check_p(p)
-        self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every)
+        check_limit(max_relative_step)
+        check_shared(shared, check_p(p))
+        self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
         defaults = {
             "lr": lr,
             "p": p,
@@ -97,6 +109,7 @@ class PathSGD(Optimizer):
             "nesterov": nesterov,
             "weight_decay": weight_decay,
             "fallback_scale": 1.0 if fallback_lr is None else fallback_lr / float(lr),
+            "max_relative_step": max_relative_step,
             "maximize": maximize,
             "foreach": foreach,
             "differentiable": differentiable,
@@ -141,6 +154,7 @@ class PathSGD(Optimizer):
                 nesterov=group["nesterov"],
                 weight_decay=group["weight_decay"],
                 fallback_scale=group["fallback_scale"],
+                limit=self._limit(group, params),
                 maximize=group["maximize"],
                 foreach=group["foreach"],
                 differentiable=group["differentiable"],
@@ -150,6 +164,12 @@ class PathSGD(Optimizer):
                     self.state[parameter]["momentum_buffer"] = buffer
         self.source.stepped()
         return loss
+
+    def _limit(self, group: dict[str, Any], params: list[Tensor]) -> Limit | None:
+        bound = group["max_relative_step"]
+        if bound is None:
+            return None
+        return lambda steps: self.source.limited(params, steps, group["p"], bound)
 
     def _collect(
         self, group: dict[str, Any]
@@ -182,6 +202,7 @@ def path_sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     fallback_scale: float = 1.0,
+    limit: Limit | None = None,
     maximize: bool = False,
     foreach: bool | None = None,
     differentiable: bool = False,
@@ -189,6 +210,7 @@ def path_sgd(
     """Functional API that performs the Path-SGD update in place; see :class:`PathSGD`.
 
     ``gammas[k] is None`` means gamma = 1. New momentum buffers are written into ``momentum_buffers``.
+    ``limit`` shortens the steps while they are in invariant coordinates.
     """
     if foreach is None:
         _, foreach = _default_to_fused_or_foreach(params, differentiable, use_fused=False)
@@ -203,6 +225,7 @@ def path_sgd(
         nesterov=nesterov,
         weight_decay=weight_decay,
         fallback_scale=fallback_scale,
+        limit=limit,
         maximize=maximize,
     )
 
@@ -218,20 +241,26 @@ def _single_tensor_path_sgd(
     nesterov: bool,
     weight_decay: float,
     fallback_scale: float,
+    limit: Limit | None,
     maximize: bool,
 ) -> None:
-    for k, (param, gamma) in enumerate(zip(params, gammas, strict=True)):
+    hs = []
+    for k, gamma in enumerate(gammas):
         h = _invariant(grads[k], gamma, maximize)
         if momentum != 0:
             buffer = momentum_buffers[k]
             buffer = h.clone() if buffer is None else buffer.mul_(momentum).add_(h)
             momentum_buffers[k] = buffer
             h = h.add(buffer, alpha=momentum) if nesterov else buffer
-        rate = lr if gamma is not None else lr * fallback_scale
+        hs.append((lr if gamma is not None else lr * fallback_scale) * h)
+    if limit is not None:
+        hs = limit(hs)
+    for param, gamma, h in zip(params, gammas, hs, strict=True):
         if weight_decay != 0:
+            rate = lr if gamma is not None else lr * fallback_scale
             param.mul_(1 - rate * weight_decay)
         step = h if gamma is None else gamma.divide(h)
-        param.sub_((rate * step).to(param.dtype))
+        param.sub_(step.to(param.dtype))
 
 
 def _multi_tensor_path_sgd(
@@ -245,6 +274,7 @@ def _multi_tensor_path_sgd(
     nesterov: bool,
     weight_decay: float,
     fallback_scale: float,
+    limit: Limit | None,
     maximize: bool,
 ) -> None:
     if not params:
@@ -258,13 +288,15 @@ def _multi_tensor_path_sgd(
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, hs)
         hs = list(torch._foreach_add(hs, buffers, alpha=momentum)) if nesterov else buffers
-    steps = [h if gamma is None else gamma.divide(h) for h, gamma in zip(hs, gammas, strict=True)]
     rates = [lr if gamma is not None else lr * fallback_scale for gamma in gammas]
+    hs = [rate * h for rate, h in zip(rates, hs, strict=True)]
+    if limit is not None:
+        hs = limit(hs)
     if weight_decay != 0:
         for param, rate in zip(params, rates, strict=True):
             param.mul_(1 - rate * weight_decay)
-    moves = [(rate * step).to(param.dtype) for rate, step, param in zip(rates, steps, params, strict=True)]
-    torch._foreach_sub_(params, moves)
+    steps = [h if gamma is None else gamma.divide(h) for h, gamma in zip(hs, gammas, strict=True)]
+    torch._foreach_sub_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
 
 
 def _invariant(grad: Tensor, gamma: Gamma | None, maximize: bool) -> Tensor:

@@ -12,8 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.scales import Gamma, Scales, scales
+from pathsgd.geometry.sharing import Shared
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example, Inputs, trace
+from pathsgd.optim.limit import Incoming, families, limited
 
 
 class ScaleSource:
@@ -29,17 +31,20 @@ class ScaleSource:
         example_input: Example | PathGraph | None,
         batch_dim: int | None = 0,
         refresh_every: int = 1,
+        shared: Shared = "kappa1",
     ) -> None:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
         self.batch_dim = batch_dim
         self.refresh_every = refresh_every
+        self.shared = shared
         self.graph: PathGraph | None = None
         self._recorded: Any = None
         self._handle: RemovableHandle | None = None
         self._kept: dict[float, Scales] = {}
         self._steps = 0
+        self._families: list[list[Incoming]] | None = None
         self.exponents: dict[float, bool] = {}
         if example_input is not None or _starts_with_linear(self.model):
             self.graph = trace(self.model, example_input, batch_dim=batch_dim)
@@ -75,9 +80,10 @@ class ScaleSource:
             if torch.compiler.is_compiling():
                 # Whether floats are enough depends on the weights, which a compiled graph cannot look
                 # at: it does what the last step outside it did.
-                return scales(graph, graph.tensors(self.model), p, exponents=self.exponents.get(p, False))
+                exponents = self.exponents.get(p, False)
+                return scales(graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared)
             self._check_identity(graph)
-            self._kept[p] = scales(graph, graph.tensors(self.model), p)
+            self._kept[p] = scales(graph, graph.tensors(self.model), p, shared=self.shared)
             self.exponents[p] = self._kept[p].exponents
         return self._kept[p]
 
@@ -108,6 +114,23 @@ class ScaleSource:
         return [
             found[name] if name is not None and graph.parameters[name].normalised else None for name in names
         ]
+
+    def limited(
+        self, parameters: Sequence[Tensor], steps: Sequence[Tensor], p: float, max_relative_step: float
+    ) -> list[Tensor]:
+        """Steps of these parameters in invariant coordinates, none too long for the unit it leads into."""
+        graph, found = self.traced(), self.gammas(p)
+        if self._families is None:
+            self._families = families(graph)
+        names = [self.names.get(id(parameter)) for parameter in parameters]
+        moved = {name: step for name, step in zip(names, steps, strict=True) if name is not None}
+        tensors = dict(self.model.named_parameters())
+        z = {
+            name: found[name].multiply(tensors[name].detach().to(found[name].arithmetic.dtype))
+            for name in {part.name for family in self._families for part in family}
+        }
+        short = limited(self._families, moved, z, p, max_relative_step)
+        return [step if name is None else short[name] for name, step in zip(names, steps, strict=True)]
 
     def _check_identity(self, graph: PathGraph) -> None:
         for name, parameter in self.model.named_parameters():
@@ -152,10 +175,11 @@ def source_and_params(
     graph: PathGraph | None,
     batch_dim: int | None,
     refresh_every: int,
+    shared: Shared,
 ) -> tuple[ScaleSource, Iterable[Any]]:
     """What ``PathSGD(model, ...)`` and ``PathSGD(params, graph=...)`` have in common."""
     if isinstance(model_or_params, nn.Module):
-        source = ScaleSource(model_or_params, graph or example_input, batch_dim, refresh_every)
+        source = ScaleSource(model_or_params, graph or example_input, batch_dim, refresh_every, shared)
         return source, list(source.model.parameters())
     if graph is None and isinstance(example_input, PathGraph):
         graph = example_input
@@ -166,4 +190,4 @@ def source_and_params(
             "SGD: pass the model itself, PathSGD(model, example_input, lr=...), or the parameters with "
             "graph=pathsgd.trace(model, example_input)"
         )
-    return ScaleSource(model, graph, batch_dim, refresh_every), model_or_params
+    return ScaleSource(model, graph, batch_dim, refresh_every, shared), model_or_params
