@@ -1,0 +1,111 @@
+"""Path-SGD without state, for torch.func: parameters and gradients in, new parameters out.
+
+Nothing is written in place, so the update can be differentiated (with gamma held fixed), mapped over an
+ensemble by ``torch.func.vmap`` and compiled:
+
+    graph = pathsgd.trace(model, example_input)
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = None
+    for x, y in batches:
+        grads = torch.func.grad(loss)(params, buffers, x, y)
+        params, state = pathsgd.functional.path_sgd(
+            graph, params, grads, state, buffers=buffers, lr=1e-2, momentum=0.9
+        )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.scales import Scales, scales
+from pathsgd.geometry.sharing import Shared
+from pathsgd.graph.path_graph import PathGraph
+
+Named = Mapping[str, Tensor]
+
+
+def path_sgd(
+    graph: PathGraph,
+    params: Named,
+    grads: Named,
+    state: Named | None = None,
+    *,
+    buffers: Named | None = None,
+    lr: float | Tensor,
+    p: float = 2,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    shared: Shared = "kappa1",
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One step of :class:`pathsgd.PathSGD`: (new parameters, new state).
+
+    Args:
+        graph: of the model, by :func:`pathsgd.trace`.
+        params: by name, as ``model.named_parameters()`` gives them.
+        grads: by the same names; those left out are not moved.
+        state: what the last step returned, its momentum; None at first.
+        buffers: by name, for models with batch norm or masks.
+        lr, p, momentum, nesterov, weight_decay, maximize, shared: as in :class:`pathsgd.PathSGD`.
+
+    >>> import pathsgd
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> graph, params = pathsgd.trace(model), dict(model.named_parameters())
+    >>> def loss(params, x):
+    ...     return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+    >>> x = torch.ones(4, 2)
+    >>> for _ in range(10):
+    ...     params, _ = path_sgd(graph, params, torch.func.grad(loss)(params, x), lr=0.01)
+    >>> bool(loss(params, x) < loss(dict(model.named_parameters()), x))
+    True
+    """
+    for name in set(grads) - set(params):
+        raise PathError(f"there is a gradient for {name!r} but no such parameter")
+    gammas = path_gammas(graph, params, buffers, p, shared=shared)
+    moved, kept = dict(params), dict(state or {})
+    for name, grad in grads.items():
+        gamma = gammas[name] if graph.parameters[name].normalised else None
+        h = -grad if maximize else grad
+        h = h if gamma is None else gamma.divide(h.to(gamma.arithmetic.dtype))
+        if momentum:
+            before = kept.get(name)
+            kept[name] = h if before is None else momentum * before + h
+            h = h + momentum * kept[name] if nesterov else kept[name]
+        step = lr * (h if gamma is None else gamma.divide(h))
+        weight = params[name] * (1 - lr * weight_decay) if weight_decay else params[name]
+        moved[name] = weight - step.to(weight.dtype)
+    return moved, kept
+
+
+def path_gammas(
+    graph: PathGraph, params: Named, buffers: Named | None = None, p: float = 2, *, shared: Shared = "kappa1"
+) -> Scales:
+    """gamma of every parameter by name, for rules of your own: with ``gamma = path_gammas(...)[name]``,
+    ``z = gamma.multiply(w)`` and ``h = gamma.divide(g)`` do not change under rescalings, and a step dz
+    becomes ``gamma.divide(dz)``. Not differentiated.
+
+    Under ``vmap`` and ``torch.compile``, which cannot look at numbers, plain floats are used: enough for
+    networks of ordinary depth. Call it once outside, where it looks, if in doubt: its ``.exponents`` says
+    whether they were needed.
+    """
+    for name, info in graph.parameters.items():
+        if name not in params:
+            raise PathError(f"there is no parameter {name!r}; pass all that the graph was traced with")
+        if tuple(params[name].shape) != info.shape:
+            raise PathError(
+                f"parameter {name!r} has shape {tuple(params[name].shape)} but had {info.shape} when the "
+                "model was traced; trace it again"
+            )
+    blind = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, params.values()))
+    tensors = {**params, **(buffers or {})}
+    try:
+        return scales(graph, tensors, p, exponents=False if blind else None, shared=shared)
+    except KeyError as missing:
+        raise PathError(
+            f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"
+        ) from None
