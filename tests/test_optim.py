@@ -206,6 +206,55 @@ def test_bare_parameters_are_refused():
         PathSGD(model.parameters(), graph=graph)
 
 
+def test_a_stale_gamma_is_noticed_where_it_can_be():
+    """With refresh_every > 1: writes that torch counts are seen, those through .data need refresh()."""
+    model, x = build(Mlp)
+    optimizer = PathSGD(model, x, refresh_every=10)
+
+    def step():
+        backward(model, x)
+        optimizer.step()
+        return optimizer.source.gammas(2)
+
+    first = step()
+    assert step() is first
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    second = step()
+    assert second is not first
+    model[0].weight.data.mul_(2)
+    assert step() is second
+    optimizer.refresh()
+    assert step() is not second
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer torch does not have: the sign of an interpolated momentum, with decoupled decay."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(group["lr"] * m.lerp(p.grad, 1 - group["betas"][0]).sign())
+                    m.lerp_(p.grad, 1 - group["betas"][1])
+
+
+def test_an_optimizer_of_someone_else():
+    model, copied, graph, x = pair(Mlp, torch.float32, powers_of_two=True)
+    ends = [
+        train(m, PathNormalized(Lion, m, graph, lr=1e-3, weight_decay=0.1), x, 20) for m in (model, copied)
+    ]
+    assert torch.equal(*ends)
+    raw = [train(m, Lion(m.parameters(), lr=1e-3), x, 5) for m in (model, copied)]
+    assert not torch.allclose(*raw, rtol=1e-3)
+
+
 def test_what_falls_back_has_its_own_lr():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
     optimizer = PathSGD(model, lr=0.1, fallback_lr=0.01)

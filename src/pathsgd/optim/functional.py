@@ -9,7 +9,7 @@ ensemble by ``torch.func.vmap`` and compiled:
     for x, y in batches:
         grads = torch.func.grad(loss)(params, buffers, x, y)
         params, state = pathsgd.functional.path_sgd(
-            graph, params, grads, state, buffers=buffers, lr=1e-2, momentum=0.9
+            graph, params, grads, state, buffers=buffers, lr=1e-3, momentum=0.9
         )
 """
 

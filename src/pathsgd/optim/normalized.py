@@ -82,7 +82,8 @@ class PathNormalized(Optimizer):
         return self.source.traced()
 
     def refresh(self) -> None:
-        """Measure gamma anew at the next step, after weights were written by hand."""
+        """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy) with
+        ``refresh_every`` over 1."""
         self.source.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -205,11 +206,11 @@ def _computed(x: Tensor, gamma: Gamma) -> Tensor:
     return x.detach().to(gamma.arithmetic.dtype)
 
 
-def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-2, **options: Any) -> PathNormalized:  # noqa: N802
+def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-3, **options: Any) -> PathNormalized:  # noqa: N802
     """AdaGrad in the geometry of paths."""
     return PathNormalized(torch.optim.Adagrad, model, example_input, lr=lr, **options)
 
 
-def PathAdam(model: Any, example_input: Any = None, lr: float = 1e-3, **options: Any) -> PathNormalized:  # noqa: N802
+def PathAdam(model: Any, example_input: Any = None, lr: float = 1e-4, **options: Any) -> PathNormalized:  # noqa: N802
     """Adam in the geometry of paths."""
     return PathNormalized(torch.optim.Adam, model, example_input, lr=lr, **options)

@@ -41,7 +41,7 @@ class PathSGD(Optimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: step size; 1e-2 is a good start.
+        lr: step size. 3e-3 works on the networks of ``benchmarks/learning_rate.py``; with momentum take 1e-3.
         p: the order of the path norm, 1 <= p <= inf.
         momentum: momentum factor, on h.
         nesterov: Nesterov momentum.
@@ -71,7 +71,7 @@ class PathSGD(Optimizer):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 3e-3,
         *,
         p: float = 2,
         momentum: float = 0.0,
@@ -125,7 +125,8 @@ class PathSGD(Optimizer):
         return self.source.traced()
 
     def refresh(self) -> None:
-        """Measure gamma anew at the next step, after weights were written by hand."""
+        """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy) with
+        ``refresh_every`` over 1."""
         self.source.refresh()
 
     def __getstate__(self) -> dict[str, Any]:

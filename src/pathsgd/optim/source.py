@@ -44,6 +44,7 @@ class ScaleSource:
         self._handle: RemovableHandle | None = None
         self._kept: dict[float, Scales] = {}
         self._steps = 0
+        self._stamped: list[tuple[int, int]] = []
         self._families: list[list[Incoming]] | None = None
         self.exponents: dict[float, bool] = {}
         if example_input is not None or _starts_with_linear(self.model):
@@ -75,6 +76,8 @@ class ScaleSource:
 
     def gammas(self, p: float) -> Scales:
         """gamma of every parameter of the model, measured now unless it may be reused."""
+        if self._kept and not torch.compiler.is_compiling() and self._stamp() != self._stamped:
+            self.refresh()  # somebody else has written weights
         if p not in self._kept:
             graph = self.traced()
             if torch.compiler.is_compiling():
@@ -85,6 +88,7 @@ class ScaleSource:
             self._check_identity(graph)
             self._kept[p] = scales(graph, graph.tensors(self.model), p, shared=self.shared)
             self.exponents[p] = self._kept[p].exponents
+            self._stamped = self._stamp()
         return self._kept[p]
 
     def calibrate(self, p: float) -> None:
@@ -100,10 +104,17 @@ class ScaleSource:
         self._steps += 1
         if self._steps % self.refresh_every == 0:
             self.refresh()
+        elif self._kept:
+            self._stamped = self._stamp()
 
     def refresh(self) -> None:
-        """Forgets what was measured; call it after writing weights between steps with refresh_every > 1."""
+        """Forgets what was measured."""
         self._kept.clear()
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        """What shows whether a parameter was written: where it lies and torch's count of writes. Writes
+        through ``.data`` or numpy do not show; for those there is :meth:`refresh`."""
+        return [(p.data_ptr(), p._version) for p in self.model.parameters()]
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
         """gamma of each of these parameters; None for one that falls back to gamma = 1."""
