@@ -1,10 +1,18 @@
-"""One thread per worker, fixed seeds, and hypothesis without deadlines (the first export is slow)."""
+"""One thread per worker, fixed seeds, and hypothesis without deadlines (the first export is slow).
+
+Without a GPU the Triton kernels are run by Triton's interpreter, which must be said before it is imported.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("default")

@@ -191,8 +191,8 @@ def test_parameters_with_a_graph():
         with torch.no_grad():
             for p, old in zip(model.parameters(), before, strict=True):
                 p.copy_(old)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    for other in found[1:]:  # in one group a kernel moves them, in two the reference
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found[0], other, strict=True))
 
 
 def test_bare_parameters_are_refused():

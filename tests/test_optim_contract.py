@@ -195,7 +195,8 @@ def test_grad_scaler_skips_steps_with_inf():
 def test_a_compiled_step_is_one_graph_under_a_schedule():
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
-    optimizers = [PathSGD(m, x, lr=torch.tensor(1e-3), momentum=0.9) for m in (model, other)]
+    options = {"lr": torch.tensor(1e-3), "momentum": 0.9, "implementation": "reference"}
+    optimizers = [PathSGD(m, x, **options) for m in (model, other)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
     for m, optimizer in zip((model, other), optimizers, strict=True):
         backward(m, x)

@@ -17,6 +17,9 @@ from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.optim.kernels.choice import Choice, check_implementation
+from pathsgd.optim.kernels.layer import Rule
+from pathsgd.optim.kernels.plan import Plan, Ready
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
 
@@ -56,7 +59,10 @@ class PathSGD(Optimizer):
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
-        maximize, foreach, differentiable: as in torch.optim.
+        implementation: how stacks of linear layers are moved. ``"auto"`` takes ``"triton"`` on a GPU,
+            ``"compiled"`` on a CPU with a C compiler and ``"blocked"`` on one without; what they do not fit,
+            and everything else, is for the ``"reference"``. They compute the same.
+        maximize, foreach, differentiable: as in torch.optim. ``foreach`` chooses a form of the reference.
 
     Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
     ``print(optimizer.graph)`` says which and why.
@@ -83,6 +89,7 @@ class PathSGD(Optimizer):
         refresh_every: int = 1,
         fallback_lr: float | None = None,
         batch_dim: int | None = 0,
+        implementation: Choice = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         differentiable: bool = False,
@@ -114,10 +121,13 @@ class PathSGD(Optimizer):
             "foreach": foreach,
             "differentiable": differentiable,
         }
+        self.implementation = check_implementation(implementation)
+        self._plan: Plan | None = None
         super().__init__(params, defaults)
         self.source.calibrate(p)
 
     source: ScaleSource
+    implementation: Choice
 
     @property
     def graph(self) -> PathGraph:
@@ -128,9 +138,12 @@ class PathSGD(Optimizer):
         """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy) with
         ``refresh_every`` over 1."""
         self.source.refresh()
+        if self._plan is not None:
+            self._plan.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "source": self.source}
+        kept = {"source": self.source, "implementation": self.implementation}
+        return {**super().__getstate__(), **kept, "_plan": None}
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -143,8 +156,14 @@ class PathSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(group, self._collect(group)) for group in self.param_groups]
-        for group, (params, grads, gammas, buffers) in work:
+        # Everything is looked at before anything is moved: an error leaves the weights as they were, and
+        # gamma is that of the weights before the step.
+        work = [(group, *self._by_kernel(group)) for group in self.param_groups]
+        rest = [(group, self._collect(group, params)) for group, _, params in work]
+        for group, chains, _ in work:
+            for chain in chains:
+                chain.step(_rule(group))
+        for group, (params, grads, gammas, buffers) in rest:
             path_sgd(
                 params,
                 grads,
@@ -166,6 +185,42 @@ class PathSGD(Optimizer):
         self.source.stepped()
         return loss
 
+    def _by_kernel(self, group: dict[str, Any]) -> tuple[list[Ready], list[Tensor]]:
+        """The chains of a group that kernels move, and the parameters that are left for the reference."""
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in params:
+            if parameter.grad.is_sparse:
+                raise RuntimeError("PathSGD does not support sparse gradients")
+            if parameter.is_complex():
+                raise RuntimeError("PathSGD does not support complex parameters")
+        plain = (
+            group["foreach"] is None and not group["differentiable"] and group["max_relative_step"] is None
+        )
+        if not plain or not params or self.source.refresh_every > 1 or torch.compiler.is_compiling():
+            return [], params
+        self.source.check_identity()
+        if self._plan is None:
+            named = dict(self.source.model.named_parameters())
+            self._plan = Plan(self.source.traced(), named, self.implementation)
+        chains = self._plan.ready(
+            params,
+            self._momentum_of if group["momentum"] != 0 else lambda _: None,
+            _rule(group),
+            lambda: self.source.gammas(group["p"]),
+        )
+        moved = {id(parameter) for chain in chains for parameter in chain.parameters}
+        return chains, [parameter for parameter in params if id(parameter) not in moved]
+
+    def _momentum_of(self, parameter: Tensor) -> Tensor:
+        """Kernels write their momentum in place, so it has to be there: zero before the first step."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, dtype=dtype, memory_format=torch.contiguous_format
+            )
+        return state["momentum_buffer"]
+
     def _limit(self, group: dict[str, Any], params: list[Tensor]) -> Limit | None:
         bound = group["max_relative_step"]
         if bound is None:
@@ -173,23 +228,20 @@ class PathSGD(Optimizer):
         return lambda steps: self.source.limited(params, steps, group["p"], bound)
 
     def _collect(
-        self, group: dict[str, Any]
+        self, group: dict[str, Any], params: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Gamma | None], list[Tensor | None]]:
-        """The parameters that have a gradient, with it, their gamma and their momentum. All of them are
-        looked at before any is moved: an error leaves the weights as they were, and gamma is that of the
-        weights before the step."""
-        params = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in params:
-            if parameter.grad.is_sparse:
-                raise RuntimeError("PathSGD does not support sparse gradients")
-            if parameter.is_complex():
-                raise RuntimeError("PathSGD does not support complex parameters")
-        grads = [parameter.grad for parameter in params]
+        """Parameters with their gradients, gammas and momentum."""
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
         gammas = self.source.gammas_of(params, group["p"])
         buffers: list[Tensor | None] = [None] * len(params)
         if group["momentum"] != 0:
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
         return params, grads, gammas, buffers
+
+
+def _rule(group: dict[str, Any]) -> Rule:
+    names = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
+    return Rule(**{name: group[name] for name in names})
 
 
 def path_sgd(

@@ -85,7 +85,7 @@ class ScaleSource:
                 # at: it does what the last step outside it did.
                 exponents = self.exponents.get(p, False)
                 return scales(graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared)
-            self._check_identity(graph)
+            self.check_identity()
             self._kept[p] = scales(graph, graph.tensors(self.model), p, shared=self.shared)
             self.exponents[p] = self._kept[p].exponents
             self._stamped = self._stamp()
@@ -143,7 +143,8 @@ class ScaleSource:
         short = limited(self._families, moved, z, p, max_relative_step)
         return [step if name is None else short[name] for name, step in zip(names, steps, strict=True)]
 
-    def _check_identity(self, graph: PathGraph) -> None:
+    def check_identity(self) -> None:
+        """The model still has the Parameters it had."""
         for name, parameter in self.model.named_parameters():
             if self.names.get(id(parameter)) != name:
                 raise PathError(

@@ -1,0 +1,86 @@
+"""The step of a whole chain: from both ends to the middle, gamma carried to the next step.
+
+The forward chain of next gammas grows from the first layer, the backward chain from the last; each layer
+extends one of them in the pass that moves it, and the middle one closes both. For three layers that is all:
+every weight is read once and written once, as in SGD. Longer chains read the layers once more for the
+direction that was not covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.scales import Scales
+from pathsgd.graph.chains import Chain
+from pathsgd.optim.kernels.layer import Implementation, LayerTensors, Rule
+
+Stamp = tuple[int, int, tuple[float, ...]]
+SAMPLED = 16
+
+
+class ChainStep:
+    """A chain with its gammas carried from step to step."""
+
+    def __init__(self, chain: Chain, implementation: Implementation) -> None:
+        self.chain = chain
+        self.implementation = implementation
+        self._stamps: list[Stamp] | None = None
+
+    def measured(self, scales: Scales, parameters: Sequence[Tensor]) -> None:
+        """Takes gammas that were just measured from the weights."""
+        into, out = [], []
+        for layer in self.chain:
+            gamma = scales[layer.weight]
+            assert gamma.gamma_in is not None
+            assert gamma.gamma_out is not None
+            into.append(gamma.gamma_in.mantissa)
+            out.append(gamma.gamma_out.mantissa)
+        self.implementation.start(into, out)
+        self._stamps = stamps(parameters)
+
+    def carries(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the gammas carried here are those of the weights as they stand."""
+        if self._stamps is None:
+            return False
+        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return True  # a captured graph cannot look; what it replays carries its own
+        return self._stamps == stamps(parameters) and self.implementation.trusted()
+
+    def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor], rule: Rule) -> None:
+        """One step, in place; ``parameters`` are those the layers show."""
+        count = len(layers)
+        middle = count // 2
+        implementation = self.implementation
+        for k in range(middle):
+            implementation.update(k, layers[k], rule, into=True, out=False)
+        for k in range(count - 1, middle, -1):
+            implementation.update(k, layers[k], rule, into=False, out=True)
+        implementation.update(middle, layers[middle], rule, into=middle < count - 1, out=middle > 0)
+        for k in range(middle + 1, count - 1):
+            implementation.sums(k, layers[k], rule, into=True, out=False)
+        for k in range(middle - 1, 0, -1):
+            implementation.sums(k, layers[k], rule, into=False, out=True)
+        implementation.finish()
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)  # as any write of torch's own does
+        self._stamps = stamps(parameters)
+
+    def forget(self) -> None:
+        """The weights were written by somebody else."""
+        self._stamps = None
+
+
+def stamps(parameters: Sequence[Tensor]) -> list[Stamp]:
+    """What shows whether a tensor was written: where it lies, torch's count of writes to it, and, where
+    looking is cheap, a few of its numbers, since writes through ``.data`` and numpy are not counted."""
+    return [(p.data_ptr(), p._version, _sample(p)) for p in parameters]
+
+
+def _sample(parameter: Tensor) -> tuple[float, ...]:
+    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return ()
+    flat = parameter.detach().view(-1)
+    return tuple(flat[:: max(len(flat) // SAMPLED, 1)].tolist())

@@ -1,0 +1,76 @@
+"""Which implementation a chain gets: each falls back to the next with no loss of meaning."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.chains import Chain
+from pathsgd.optim.kernels import compiled
+from pathsgd.optim.kernels.compiled import Compiled
+from pathsgd.optim.kernels.layer import Implementation, LayerTensors
+from pathsgd.optim.kernels.plain import Plain
+
+Choice = Literal["auto", "reference", "blocked", "compiled", "triton"]
+Kind = Literal["blocked", "compiled", "triton"]
+LOW = (torch.float16, torch.bfloat16)
+POWERS = (1, 2, 4)
+"""The p whose powers and roots are products and square roots."""
+
+
+def check_implementation(implementation: object) -> Choice:
+    if implementation not in get_args(Choice):
+        raise ValueError(
+            f"Invalid implementation: {implementation!r} (one of {', '.join(map(repr, get_args(Choice)))})"
+        )
+    if implementation == "compiled" and compiled.library() is None:
+        raise ValueError("implementation='compiled' needs a C compiler (cc, gcc, clang or $CC); use 'auto'")
+    if implementation == "triton" and not has_triton():
+        raise ValueError("implementation='triton' needs the package triton; use 'auto'")
+    return implementation  # type: ignore[return-value]
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def implementation_for(choice: Choice, layers: Sequence[LayerTensors]) -> Kind | None:
+    """What these layers are moved by; None for the reference, which any layers fit."""
+    if choice == "reference" or not _alike(layers):
+        return None
+    first = layers[0].weight
+    if choice == "triton" or (choice == "auto" and first.is_cuda and has_triton()):
+        return "triton" if first.dtype in (torch.float32, *LOW) else None
+    if first.device.type != "cpu":
+        return None
+    return "compiled" if choice != "blocked" and compiled.fits(layers) else "blocked"
+
+
+def make(kind: Kind, chain: Chain, p: int, like: Tensor) -> Implementation:
+    if kind == "triton":
+        from pathsgd.optim.kernels.gpu.chain import OnGpu
+
+        return OnGpu(chain, p, like.device)
+    if kind == "compiled":
+        return Compiled(p, torch.float32)
+    return Plain(p, torch.float32 if like.dtype in LOW else like.dtype)
+
+
+def _alike(layers: Sequence[LayerTensors]) -> bool:
+    """One device, one dtype, nothing sparse or complex."""
+    tensors = [
+        t
+        for layer in layers
+        for t in (layer.weight, layer.weight_grad, layer.bias, layer.bias_grad)
+        if t is not None
+    ]
+    first = tensors[0]
+    return first.is_floating_point() and all(
+        (t.device, t.dtype, t.layout) == (first.device, first.dtype, torch.strided) for t in tensors
+    )

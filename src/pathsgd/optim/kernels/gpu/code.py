@@ -1,0 +1,138 @@
+"""The two kernels of a step, in Triton.
+
+``layer_kernel``: a program walks down some rows of a strip of columns, moves the weights, adds up its
+columns' sums in registers and writes them, and each block's row sums, to places of its own. Nothing is added
+atomically, so a step gives the same bits every time. ``finish_kernel`` adds up the parts.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _power(w, P: tl.constexpr):
+    if P == 1:
+        return tl.abs(w)
+    if P == 2:
+        return w * w
+    return (w * w) * (w * w)
+
+
+@triton.jit
+def _move(w, g, m, scale, lr, momentum, decay, sign, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+    """(new weight, new momentum): the formulas of layer.py."""
+    h = sign * g * scale
+    if MOMENTUM:
+        m = momentum * m + h
+        if NESTEROV:
+            h = h + momentum * m
+        else:
+            h = m
+    return w * decay - lr * (h * scale), m
+
+
+@triton.jit
+def _total(parts, count, length, at, mask):
+    """The sum of the parts of a vector."""
+    total = tl.load(parts + at, mask, 0.0)
+    for r in range(1, count):
+        total += tl.load(parts + r * length + at, mask, 0.0)
+    return total
+
+
+@triton.jit
+def layer_kernel(
+    w_ptr, g_ptr, m_ptr, bias_ptr, bias_g_ptr, bias_m_ptr, inverse_out, inverse_into,
+    next_into, next_into_parts, next_out, next_out_parts, row_parts, column_parts,
+    rows, columns, rows_each, w_row, w_column, g_row, g_column,
+    lr_value, lr_ptr, momentum, weight_decay, sign,
+    LR_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    strip, share = tl.program_id(0), tl.program_id(1)
+    n = strip * COLUMNS + tl.arange(0, COLUMNS)
+    n_mask = n < columns
+    lr = lr_value
+    if LR_ON_DEVICE:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    decay = 1.0 - lr * weight_decay
+    if MOVE:
+        tail = tl.load(inverse_into + n, n_mask, 0.0)
+    if INTO:
+        into = _total(next_into, next_into_parts, columns, n, n_mask)
+    if OUT:
+        column_sum = tl.zeros((COLUMNS,), tl.float32)
+    first = share * rows_each
+    last = tl.minimum(first + rows_each, rows)
+    for start in range(first, last, ROWS):
+        r = start + tl.arange(0, ROWS)
+        r_mask = r < last
+        mask = r_mask[:, None] & n_mask[None, :]
+        w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
+        w = tl.load(w_at, mask, 0.0).to(tl.float32)
+        if MOVE:
+            head = tl.load(inverse_out + r, r_mask, 0.0)
+            g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
+            g = tl.load(g_at, mask, 0.0).to(tl.float32)
+            m_at = m_ptr + r[:, None].to(tl.int64) * columns + n[None, :]
+            m = g
+            if MOMENTUM:
+                m = tl.load(m_at, mask, 0.0).to(tl.float32)
+            scale = head[:, None] * tail[None, :]
+            w, m = _move(w, g, m, scale, lr, momentum, decay, sign, MOMENTUM, NESTEROV)
+            if MOMENTUM:
+                tl.store(m_at, m.to(m_ptr.dtype.element_ty), mask)
+            stored = w.to(w_ptr.dtype.element_ty)
+            tl.store(w_at, stored, mask)
+            w = stored.to(tl.float32)
+        if BIAS and strip == 0:
+            bias = tl.load(bias_ptr + r, r_mask, 0.0).to(tl.float32)
+            if MOVE:
+                bias_g = tl.load(bias_g_ptr + r, r_mask, 0.0).to(tl.float32)
+                bias_m = bias_g
+                if MOMENTUM:
+                    bias_m = tl.load(bias_m_ptr + r, r_mask, 0.0).to(tl.float32)
+                bias, bias_m = _move(
+                    bias, bias_g, bias_m, head, lr, momentum, decay, sign, MOMENTUM, NESTEROV
+                )
+                if MOMENTUM:
+                    tl.store(bias_m_ptr + r, bias_m.to(bias_m_ptr.dtype.element_ty), r_mask)
+                bias_stored = bias.to(bias_ptr.dtype.element_ty)
+                tl.store(bias_ptr + r, bias_stored, r_mask)
+                bias = bias_stored.to(tl.float32)
+            if INTO:
+                # One part more than there are strips.
+                tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias, P), r_mask)
+        edges = tl.where(mask, _power(w, P), 0.0)
+        if INTO:
+            tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1), r_mask)
+        if OUT:
+            out = _total(next_out, next_out_parts, rows, r, r_mask)
+            column_sum += tl.sum(edges * out[:, None], 0)
+    if OUT:
+        tl.store(column_parts + share * columns + n, column_sum, n_mask)
+
+
+@triton.jit
+def finish_kernel(parts, inverse, table, flag, low, high, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums the parts of one block of one vector, takes its inverse root, and looks at its range."""
+    row = table + tl.program_id(0) * 5
+    offset, count, length = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    place, start = tl.load(row + 3), tl.load(row + 4)
+    at = start + tl.arange(0, BLOCK)
+    mask = at < length
+    total = _total(parts + offset, count, length, at, mask)
+    root = total
+    if P == 2:
+        root = tl.sqrt_rn(total)
+    if P == 4:
+        root = tl.sqrt_rn(tl.sqrt_rn(total))
+    before = tl.load(inverse + place + at, mask, 0.0)
+    tl.store(
+        inverse + place + at, tl.where(total > 0, tl.div_rn(1.0, tl.where(total > 0, root, 1.0)), 0.0), mask
+    )
+    # Not in range, or zero where it was not.
+    lost = (total < low) & ((total != 0) | (before != 0))
+    bad = mask & (lost | (total > high) | (total != total))
+    tl.atomic_max(flag, tl.max(bad.to(tl.int32), 0))

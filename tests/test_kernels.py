@@ -1,0 +1,311 @@
+"""The kernels of a chain against the reference: the same steps, and when to let go of carried gammas."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from networks import NETWORKS, build
+from pathsgd import PathSGD, clip_path_grad_norm_
+from pathsgd.graph.chains import chains
+from pathsgd.optim.kernels import compiled
+from pathsgd.optim.kernels.plan import Plan
+
+KINDS = ["blocked", "compiled", "triton"]
+"""Triton's by its interpreter; on a GPU by hand, see on_gpu.py."""
+
+
+def stack(*widths, bias=True, dtype=torch.float32):
+    torch.manual_seed(sum(widths))
+    layers = []
+    for into, out in itertools.pairwise(widths):
+        layers += [nn.Linear(into, out, bias=bias), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def train(model, steps=5, width=None, between=None, **options):
+    """The model after some steps, and its optimizer."""
+    torch.manual_seed(0)
+    parameter = next(model.parameters())
+    x = torch.randn(20, model[0].in_features, dtype=parameter.dtype)
+    y = torch.randint(model[-1].out_features, (20,))
+    optimizer = PathSGD(model, **options)
+    for k in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        if between is not None:
+            between(k, model, optimizer)
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_close(found, expected, rtol=1e-6):
+    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert (a - b).norm() <= rtol * b.norm(), name
+
+
+def carried(optimizer):
+    """Whether a kernel moved the chain of this optimizer at the last step and knows the next gammas."""
+    plan = optimizer._plan
+    steps = [] if plan is None else list(plan._steps.values())
+    return [step.carries(list(plan.parameters.values())) for step in steps] == [True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"maximize": True, "weight_decay": 0.1},
+        {"p": 1},
+        {"p": 4, "momentum": 0.5},
+        {"lr": torch.tensor(2e-3)},
+    ],
+    ids=str,
+)
+def test_every_kernel_takes_the_steps_of_the_reference(kind, options):
+    model = stack(7, 20, 33, 5)
+    options = {"lr": 1e-4 if options.get("p") == 4 else 1e-3, **options}
+    expected, _ = train(copy.deepcopy(model), implementation="reference", **options)
+    found, optimizer = train(model, implementation=kind, **options)
+    assert carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "widths", [(5, 8, 3), (4, 150, 140, 6), (3, 9, 8, 7, 4), (6, 5, 4, 5, 6, 7, 8, 3), (1, 1, 1)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_chains_of_any_depth(kind, widths, bias):
+    model = stack(*widths, bias=bias)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", momentum=0.9, lr=1e-3)
+    found, optimizer = train(model, implementation=kind, momentum=0.9, lr=1e-3)
+    assert carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["blocked", "compiled"])
+def test_a_hundred_steps(kind):
+    model = stack(20, 64, 64, 10)
+    expected, _ = train(copy.deepcopy(model), steps=100, implementation="reference", lr=1e-3)
+    found, _ = train(model, steps=100, implementation=kind, lr=1e-3)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rescaled_copies_give_the_same_bits(kind):
+    model = stack(7, 20, 33, 5)
+    other = copy.deepcopy(model)
+    scales = {
+        (str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k in (0, 2) for n in range(model[k].out_features)
+    }
+    pathsgd.rescale(other, None, scales)
+    for m in (model, other):
+        train(m, implementation=kind, momentum=0.9, weight_decay=0.1)
+    x = torch.randn(3, 7)
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_carried_is_what_would_be_measured(kind, monkeypatch):
+    """The kernel measures once, at the first step; afterwards gamma falls out of the update."""
+    measured = []
+    from pathsgd.optim import source
+
+    real = source.scales
+    monkeypatch.setattr(source, "scales", lambda *a, **k: measured.append(1) or real(*a, **k))
+    model, optimizer = train(stack(6, 12, 11, 10, 4), steps=6, implementation=kind)
+    assert len(measured) == 2  # once when it was made, once at the first step
+    expected, _ = train(copy.deepcopy(model), steps=1, implementation="reference")
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 6), torch.randint(4, (20,))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert len(measured) == 4  # the reference's own two
+    assert_close(model, expected, rtol=1e-7)
+
+
+WRITES = {
+    "in place": lambda w: w.mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "numpy": lambda w: w.detach().numpy().__imul__(2),
+    "moved": lambda w: setattr(w, "data", w.data * 2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("kind", ["blocked", "compiled"])
+def test_writes_by_others_are_noticed(kind, write):
+    def between(k, model, _):
+        if k == 3:
+            with torch.no_grad():
+                WRITES[write](model[2].weight)
+
+    model = stack(7, 20, 33, 5)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", between=between)
+    found, _ = train(model, implementation=kind, between=between)
+    assert_close(found, expected)
+
+
+def test_refresh_forgets_what_is_carried():
+    _, optimizer = train(stack(5, 8, 3), implementation="blocked")
+    assert carried(optimizer)
+    optimizer.refresh()
+    assert not carried(optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beyond_plain_floats_the_reference_takes_over(kind):
+    def between(k, model, _):
+        if k == 2:
+            with torch.no_grad():
+                model[0].weight.mul_(1e-15), model[0].bias.mul_(1e-15), model[2].weight.mul_(1e15)
+
+    model = stack(7, 20, 33, 5)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", between=between)
+    found, optimizer = train(model, implementation=kind, between=between)
+    assert not carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dead_unit_stays_dead(kind):
+    model = stack(5, 8, 6, 3)
+    with torch.no_grad():
+        model[0].weight[2], model[0].bias[2] = 0, 0
+        model[4].weight[:, 1] = 0
+    expected, _ = train(copy.deepcopy(model), implementation="reference")
+    found, optimizer = train(model, implementation=kind)
+    assert carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["blocked", "triton"])
+def test_low_precision_is_computed_in_fp32(kind):
+    model = stack(6, 16, 12, 4, dtype=torch.float16)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", steps=3)
+    found, optimizer = train(model, implementation=kind, steps=3)
+    assert carried(optimizer)
+    assert all(p.dtype == torch.float16 for p in found.parameters())
+    assert_close(found.float(), expected.float(), rtol=2e-3)
+
+
+def test_double_precision_has_its_kernel_too():
+    model = stack(6, 16, 12, 4, dtype=torch.float64)
+    expected, _ = train(copy.deepcopy(model), implementation="reference")
+    found, optimizer = train(model)
+    assert carried(optimizer)
+    assert_close(found, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_memory_layouts(kind):
+    """A transposed weight, and gradients that lie otherwise than their weights."""
+    model = stack(7, 20, 33, 5)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+
+    def between(k, model, _):
+        if k % 2:
+            model[0].weight.grad = model[0].weight.grad.t().contiguous().t()
+
+    expected, _ = train(copy.deepcopy(model), implementation="reference", between=between)
+    found, _ = train(model, implementation=kind, between=between, momentum=0.0)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_and_missing_gradients(kind):
+    def between(k, model, optimizer):
+        clip_path_grad_norm_(optimizer, 0.1)
+        if k == 2:
+            model[2].weight.grad = None
+
+    model = stack(7, 20, 33, 5)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", between=between, momentum=0.9)
+    found, _ = train(model, implementation=kind, between=between, momentum=0.9)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_moves_between_kernels_and_the_reference(kind):
+    model = stack(7, 20, 33, 5)
+    expected, _ = train(copy.deepcopy(model), steps=6, momentum=0.9, implementation="reference")
+    model, first = train(model, steps=3, momentum=0.9, implementation=kind)
+    second = PathSGD(model, implementation="reference")
+    second.load_state_dict(first.state_dict())
+    third = PathSGD(model, implementation=kind)
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 7), torch.randint(5, (20,))
+    for optimizer in (second, third, copy.deepcopy(third)):
+        if optimizer is third:
+            third.load_state_dict(second.state_dict())
+        optimizer = third if optimizer is not second else second
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert_close(model, expected)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_what_is_a_chain(network):
+    model, x = build(network)
+    assert bool(chains(pathsgd.trace(model, x))) == (network.__name__ == "Mlp")
+
+
+def test_two_chains_and_what_is_none():
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
+    graph = pathsgd.trace(model)
+    assert [[layer.weight for layer in chain] for chain in chains(graph)] == [
+        ["0.weight", "2.weight"], ["4.weight", "6.weight"],
+    ]  # fmt: skip
+    shared = nn.Linear(4, 4)
+    for other in (
+        nn.Sequential(shared, nn.ReLU(), shared),
+        nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)),
+        nn.Linear(4, 3),
+    ):
+        assert chains(pathsgd.trace(other, torch.zeros(2, 4))) == []
+    tokens = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    assert chains(pathsgd.trace(tokens, torch.zeros(2, 7, 4))) == []  # seven positions
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    model, optimizer = train(stack(5, 8, 3))
+    assert carried(optimizer)
+    with pytest.raises(ValueError, match="needs a C compiler"):
+        PathSGD(model, implementation="compiled")
+    with pytest.raises(ValueError, match="Invalid implementation: 'fast'"):
+        PathSGD(model, implementation="fast")
+
+
+def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled.library.__wrapped__() is None
+
+
+def test_memory_beyond_sgd_is_a_few_vectors():
+    model = stack(300, 400, 500, 10)
+    _, optimizer = train(model, steps=2, implementation="blocked")
+    (step,) = optimizer._plan._steps.values()
+    kept = [*step.implementation.next_into.values(), *step.implementation.next_out.values()]
+    kept += [*step.implementation.into.values(), *step.implementation.out.values()]
+    assert sum(t.numel() for t in kept) <= 4 * (300 + 400 + 500 + 10)
+    assert not optimizer.state
+    assert isinstance(optimizer._plan, Plan)
