@@ -76,13 +76,13 @@ class ScaleSource:
 
     def gammas(self, p: float) -> Scales:
         """gamma of every parameter of the model, measured now unless it may be reused."""
-        if self._kept and not torch.compiler.is_compiling() and self._stamp() != self._stamped:
+        if self._kept and not blind() and self._stamp() != self._stamped:
             self.refresh()  # somebody else has written weights
         if p not in self._kept:
             graph = self.traced()
-            if torch.compiler.is_compiling():
-                # Whether floats are enough depends on the weights, which a compiled graph cannot look
-                # at: it does what the last step outside it did.
+            if blind():
+                # Whether floats are enough depends on the weights, which a compiled or captured graph
+                # cannot look at: it does what the last step outside it did.
                 exponents = self.exponents.get(p, False)
                 return scales(graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared)
             self.check_identity()
@@ -99,7 +99,7 @@ class ScaleSource:
 
     def stepped(self) -> None:
         """A step has moved the weights: what was measured is stale, or will be soon."""
-        if torch.compiler.is_compiling():
+        if blind():
             return  # nothing was kept, and a count would make torch compile again
         self._steps += 1
         if self._steps % self.refresh_every == 0:
@@ -163,6 +163,13 @@ class ScaleSource:
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         if self.graph is None and self._recorded is None:
             self._handle = self.model.register_forward_pre_hook(self._record, with_kwargs=True)
+
+
+def blind() -> bool:
+    """Whether this is being compiled, or captured in a CUDA graph: then no number can be looked at."""
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 class _Shape:
