@@ -145,8 +145,8 @@ def bandwidth() -> float:
 
 
 def measure(
-    net: str, make: Callable[[], nn.Module], x: Tensor, classes: int, methods: tuple[str, ...], seconds: float,
-    speed: float, tf32: bool = False,
+    net: str, make: Callable[[], nn.Module], x: Tensor, classes: int, methods: tuple[str, ...],
+    seconds: float, speed: float, tf32: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import pathsgd
 from networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 from pathsgd import PathSGD
-from pathsgd.optim.functional import path_gammas, path_sgd
+from pathsgd.functional import path_gammas, path_sgd
 from test_equivariance import pair, train
 
 

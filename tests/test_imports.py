@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 
 PUBLIC = "the public names"  # what `import pathsgd` and `from pathsgd import trace` reach for
-PLACES = {"graph", "geometry", "optim", "paper", "errors", "dag", "demo"}
+PLACES = {"graph", "geometry", "optim", "paper", "errors", "dag", "demo", "functional"}
 
 # Place -> the places it may import from, next to itself. dag is the oracle the rooms are tested
 # against: it knows none of them; geometry alone knows it, to list the paths of a small network.
@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "optim": {"errors", "graph", "geometry"},
     "paper": {"errors", "graph", "geometry", "optim", PUBLIC},
     "dag": {"errors"},
-    "__init__": {"errors", "graph", "geometry", "optim", "dag"},
+    "functional": {"optim"},
+    "__init__": {"errors", "graph", "geometry", "optim", "dag", "functional"},
     "demo": {"errors", "graph", "geometry", "optim", "paper", "dag", PUBLIC},
 }
 GPU = ("optim", "kernels", "gpu")

@@ -15,7 +15,7 @@ import pathsgd
 from networks import Mlp, SmallResNet, build
 from pathsgd import PathAdam, PathSGD
 from pathsgd.geometry.scales import scales
-from pathsgd.optim.path_sgd import path_sgd
+from pathsgd.optim.update import path_sgd
 from test_equivariance import train
 from test_optim import backward, unchanged, weights
 
@@ -195,8 +195,9 @@ def test_grad_scaler_skips_steps_with_inf():
 def test_a_compiled_step_is_one_graph_under_a_schedule():
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
-    options = {"lr": torch.tensor(1e-3), "momentum": 0.9, "implementation": "reference"}
-    optimizers = [PathSGD(m, x, **options) for m in (model, other)]
+    optimizers = [
+        PathSGD(m, x, lr=torch.tensor(1e-3), momentum=0.9, implementation="reference") for m in (model, other)
+    ]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
     for m, optimizer in zip((model, other), optimizers, strict=True):
         backward(m, x)

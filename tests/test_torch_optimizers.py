@@ -13,11 +13,13 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.common_optimizers import (
     get_error_inputs_for_all_optims,
     optim_db,
     optim_inputs_func_sgd,
 )
+from torch.utils._pytree import tree_map_only
 
 import pathsgd
 from networks import Mlp, build
@@ -143,13 +145,19 @@ def test_copies_have_all_that_is_public(case):
     assert public(copy.deepcopy(optimizer)) == public(optimizer)
 
 
+def in_place_of(params, model):
+    """The same form with parameters of the model, equal ones for equal ones: duplicates are an error too."""
+    own = iter(model.parameters())
+    return tree_map_only(nn.Parameter, functools.cache(lambda _: next(own)), params)
+
+
 def test_errors_are_those_of_torch():
     model, _ = build(Mlp)
     graph = pathsgd.trace(model)
     tried = 0
     for error in get_error_inputs_for_all_optims("cpu", torch.float64):
         params = error.optimizer_error_input.params
-        params = list(model.parameters()) if params is None else params
+        params = list(model.parameters()) if params is None else in_place_of(params, model)
         options = {"lr": 1e-2, **error.optimizer_error_input.kwargs}
         expected = re.compile(error.error_regex)
         for cls in (PathSGD, lambda *a, **k: PathNormalized(torch.optim.SGD, *a, **k)):

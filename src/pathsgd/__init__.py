@@ -1,5 +1,6 @@
 """Rescaling-invariant training for PyTorch."""
 
+from pathsgd import functional as functional
 from pathsgd.errors import PathError as PathError
 from pathsgd.errors import RescaleError as RescaleError
 from pathsgd.errors import TraceError as TraceError
@@ -15,7 +16,6 @@ from pathsgd.geometry.scales import path_scales as path_scales
 from pathsgd.graph.path_graph import PathGraph as PathGraph
 from pathsgd.graph.trace import Inputs as Inputs
 from pathsgd.graph.trace import trace as trace
-from pathsgd.optim import functional as functional
 from pathsgd.optim.clip import clip_path_grad_norm_ as clip_path_grad_norm_
 from pathsgd.optim.normalized import PathAdagrad as PathAdagrad
 from pathsgd.optim.normalized import PathAdam as PathAdam

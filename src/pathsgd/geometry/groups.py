@@ -38,12 +38,18 @@ class Part:
         return self._spread(self._by_unit(weight))
 
     def entries(self, shape: Shape) -> Tensor:
-        """Which entry of the parameter, of that shape, each weight of ``rows`` is."""
+        """Which entry of the parameter, of that shape, each weight of this part's own rows is."""
         weight = self.operation.weight
         assert weight.parameter is not None
         numbers = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
         seen = stored_tensor(weight.parameter, {weight.parameter.name: numbers}, numbers.dtype)
-        return self._spread(self._by_unit(seen.expand(weight.shape))).long()
+        return self._by_unit(seen.expand(weight.shape)).long()
+
+    def row_of_unit(self) -> Tensor | None:
+        """The own row that leads into each unit; None where there is one for each, in their order."""
+        if math.prod(self.layout) == math.prod(self.units):
+            return None
+        return torch.arange(math.prod(self.layout)).reshape(self.layout).expand(self.units).flatten()
 
     def tails(self, units: Units) -> Tensor:
         """The class each weight of ``rows`` comes from; one row if all units have the same."""
@@ -86,10 +92,8 @@ class Part:
 
     def _spread(self, rows: Tensor) -> Tensor:
         """Rows repeated where the family has more units than this part has rows."""
-        if math.prod(self.layout) == math.prod(self.units):
-            return rows
-        index = torch.arange(rows.shape[0]).reshape(self.layout).expand(self.units).flatten()
-        return rows[index.to(rows.device)]
+        index = self.row_of_unit()
+        return rows if index is None else rows[index.to(rows.device)]
 
 
 @dataclass(frozen=True)

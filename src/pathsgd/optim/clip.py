@@ -25,6 +25,8 @@ def clip_path_grad_norm_(
         found = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter, gamma in zip(found, optimizer.source.gammas_of(found, p), strict=True):
             grad = parameter.grad
+            if grad.is_sparse:
+                raise RuntimeError("clip_path_grad_norm_ does not support sparse gradients")
             h = grad if gamma is None else gamma.divide(grad.to(gamma.arithmetic.dtype))
             parts.append(torch.linalg.vector_norm(h))
             grads.append(grad)

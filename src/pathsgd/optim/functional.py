@@ -64,8 +64,13 @@ def path_sgd(
     >>> bool(loss(params, x) < loss(dict(model.named_parameters()), x))
     True
     """
-    for name in set(grads) - set(params):
-        raise PathError(f"there is a gradient for {name!r} but no such parameter")
+    for name in grads:
+        if name not in params:
+            raise PathError(f"there is a gradient for {name!r} but no such parameter")
+        if name not in graph.parameters:
+            raise PathError(f"the graph knows no parameter {name!r}: trace the model again, or leave it out")
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     gammas = path_gammas(graph, params, buffers, p, shared=shared)
     moved, kept = dict(params), dict(state or {})
     for name, grad in grads.items():
@@ -77,8 +82,10 @@ def path_sgd(
             kept[name] = h if before is None else momentum * before + h
             h = h + momentum * kept[name] if nesterov else kept[name]
         step = lr * (h if gamma is None else gamma.divide(h))
-        weight = params[name] * (1 - lr * weight_decay) if weight_decay else params[name]
-        moved[name] = weight - step.to(weight.dtype)
+        weight, dtype = params[name], params[name].dtype
+        if weight_decay:
+            weight = (weight * (1 - lr * weight_decay)).to(dtype)
+        moved[name] = weight - step.to(dtype)
     return moved, kept
 
 
@@ -101,11 +108,24 @@ def path_gammas(
                 f"parameter {name!r} has shape {tuple(params[name].shape)} but had {info.shape} when the "
                 "model was traced; trace it again"
             )
-    blind = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, params.values()))
     tensors = {**params, **(buffers or {})}
+    compiling = torch.compiler.is_compiling()
+    mapped = not compiling and any(map(_is_mapped, tensors.values()))
+    if mapped and shared != "kappa1":
+        raise PathError(f"shared={shared!r} cannot be computed under vmap; use 'kappa1'")
     try:
-        return scales(graph, tensors, p, exponents=False if blind else None, shared=shared)
+        return scales(graph, tensors, p, exponents=False if mapped or compiling else None, shared=shared)
     except KeyError as missing:
         raise PathError(
             f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"
         ) from None
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether vmap is at work on it, at whatever level of nested transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False

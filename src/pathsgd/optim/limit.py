@@ -31,28 +31,34 @@ def check_limit(max_relative_step: float | None) -> None:
 
 @dataclass(frozen=True)
 class Incoming:
-    """The incoming weights of a family of units that belong to one parameter: one row for each unit."""
+    """The incoming weights of a family of units that belong to one parameter, in rows."""
 
     name: str
-    units: int
+    rows: int
     entries: Tensor | None
     """Which entry of the parameter stands where; None if its entries are the rows in their order."""
+    row_of_unit: Tensor | None
+    """The row that leads into each unit; None if there is one for each. Rows may lead into many units."""
 
-    def rows(self, x: Tensor) -> Tensor:
-        if self.entries is None:
-            return x.reshape(self.units, -1)
-        return x.flatten()[self.entries.to(x.device)]
+    def powers(self, x: Tensor, p: float) -> Tensor:
+        """``sum |x|^p`` of every unit (the largest |x| for p = inf), in fp64: nothing small is lost."""
+        by_row = x.reshape(self.rows, -1) if self.entries is None else x.flatten()[self.entries.to(x.device)]
+        norm = torch.linalg.vector_norm(by_row, p, 1, dtype=torch.float64)
+        found = norm if math.isinf(p) else norm.pow(p)
+        return found if self.row_of_unit is None else found[self.row_of_unit.to(x.device)]
 
     def spread(self, per_unit: Tensor, shape: torch.Size) -> Tensor:
         """One number for every entry of the parameter: the least of the units it leads into."""
+        per_row = per_unit
+        if self.row_of_unit is not None:
+            index = self.row_of_unit.to(per_unit.device)
+            per_row = per_unit.new_ones(self.rows).scatter_reduce(0, index, per_unit, "amin")
         if self.entries is None:
-            per_row = per_unit.reshape(-1, 1)
-            return per_row.expand(self.units, shape.numel() // self.units).reshape(shape)
+            return per_row[:, None].expand(self.rows, shape.numel() // self.rows).reshape(shape)
         entries = self.entries.to(per_unit.device)
-        values = per_unit.reshape(-1, 1).expand(entries.shape)
-        return per_unit.new_ones(shape.numel()).scatter_reduce(
-            0, entries.flatten(), values.flatten(), "amin"
-        ).reshape(shape)  # fmt: skip
+        values = per_row[:, None].expand(entries.shape).flatten()
+        least = per_unit.new_ones(shape.numel())
+        return least.scatter_reduce(0, entries.flatten(), values, "amin").reshape(shape)
 
 
 def families(graph: PathGraph) -> list[list[Incoming]]:
@@ -71,7 +77,8 @@ def _incoming(graph: PathGraph, group: Group) -> list[Incoming]:
             continue
         entries = part.entries(info.shape)
         plain = torch.equal(entries.flatten(), torch.arange(math.prod(info.shape)))
-        parts.append(Incoming(info.name, entries.shape[0], None if plain else entries))
+        own = None if plain else entries
+        parts.append(Incoming(info.name, entries.shape[0], own, part.row_of_unit()))
     return parts
 
 
@@ -79,21 +86,26 @@ def limited(
     units: list[list[Incoming]],
     steps: Mapping[str, Tensor],
     z: Mapping[str, Tensor],
+    bounds: Mapping[str, float],
     p: float,
-    max_relative_step: float,
 ) -> dict[str, Tensor]:
-    """The steps in invariant coordinates, shortened where a unit's is too long for its weights ``z``."""
+    """The steps in invariant coordinates, shortened where a unit's is too long for its weights ``z``.
+
+    ``bounds`` holds the max_relative_step of the parameters that have one; all steps into a unit count.
+    """
     factors: dict[str, Tensor] = {}
     for family in units:
         moved = [part for part in family if part.name in steps]
-        if not moved:
+        if not any(part.name in bounds for part in moved):
             continue
-        step = _norms([part.rows(steps[part.name]) for part in moved], p)
-        size = _norms([part.rows(z[part.name]) for part in family], p)
-        allowed = max_relative_step * size
-        short = (size > 0) & (step > allowed)
-        factor = torch.where(short, allowed / torch.where(short, step, 1), 1)
+        step = _norms([part.powers(steps[part.name], p) for part in moved], p)
+        size = _norms([part.powers(z[part.name], p) for part in family], p)
         for part in moved:
+            if part.name not in bounds:
+                continue
+            allowed = bounds[part.name] * size
+            short = (size > 0) & (step > allowed)
+            factor = torch.where(short, allowed / torch.where(short, step, 1), 1)
             least = part.spread(factor, steps[part.name].shape)
             before = factors.get(part.name)
             factors[part.name] = least if before is None else torch.minimum(before, least)
@@ -102,7 +114,8 @@ def limited(
     }
 
 
-def _norms(rows: list[Tensor], p: float) -> Tensor:
-    """The l_p norm of every unit's rows together, in fp64: squares of small fp32 numbers are not lost."""
-    norms = [torch.linalg.vector_norm(row, p, 1, dtype=torch.float64) for row in rows]
-    return torch.linalg.vector_norm(torch.stack(norms), p, 0)
+def _norms(powers: list[Tensor], p: float) -> Tensor:
+    """The l_p norm of every unit's incoming weights together."""
+    if math.isinf(p):
+        return torch.stack(powers).amax(0)
+    return torch.stack(powers).sum(0).pow(1 / p)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from pathsgd.errors import PathError
 from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
@@ -21,8 +22,8 @@ from pathsgd.graph.trace import Example
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
 
-Limit = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
-"""Shortens the steps of these parameters."""
+Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
+"""Shortens the steps of these parameters, which were at these weights."""
 
 
 class PathNormalized(Optimizer):
@@ -66,6 +67,9 @@ class PathNormalized(Optimizer):
         check_shared(shared, check_p(p))
         source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
         base = optimizer_class(params, **options)
+        source.check_known(base.param_groups)
+        for group in base.param_groups:
+            _check_group(group)
         self._share(base)
         super().__init__(base.param_groups, base.defaults)
         self.source, self.base, self.p = source, base, p
@@ -89,12 +93,18 @@ class PathNormalized(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # Called by Optimizer.__init__ for groups the base already holds.
         if hasattr(self, "base"):
+            _check_group(param_group)
             self.base.add_param_group(param_group)
             self._share(self.base)
 
     def load_state_dict(self, state_dict: Any) -> None:
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.base.load_state_dict(state_dict)
         self._share(self.base)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("base", "source", "p", "max_relative_step")
@@ -111,7 +121,10 @@ class PathNormalized(Optimizer):
         if closure is None:
             work = [p for p in work if p.grad is not None]
         gammas = self.source.gammas_of(work, self.p)
-        chart = _Chart([(p, g) for p, g in zip(work, gammas, strict=True) if g is not None], self._limit())
+        inside = [(p, g) for p, g in zip(work, gammas, strict=True) if g is not None]
+        # A closure may raise in the middle of a step, when what falls back has moved too.
+        outside = [p for p, g in zip(work, gammas, strict=True) if g is None] if closure is not None else []
+        chart = _Chart(inside, outside, self._limit())
         with torch.no_grad(), chart.entered():
             loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
         self.source.stepped()
@@ -121,14 +134,22 @@ class PathNormalized(Optimizer):
         bound = self.max_relative_step
         if bound is None:
             return None
-        return lambda parameters, steps: self.source.limited(parameters, steps, self.p, bound)
+        found = self.source.gammas(self.p)
+
+        def limit(parameters: list[Tensor], weights: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+            return self.source.limited(found, parameters, weights, steps, [bound] * len(steps), self.p)
+
+        return limit
 
 
 class _Chart:
     """Parameters seen as z = w sqrt(gamma), with gamma held fixed: in place, on the same Parameters."""
 
-    def __init__(self, parameters: list[tuple[Tensor, Gamma]], limit: Limit | None = None) -> None:
+    def __init__(
+        self, parameters: list[tuple[Tensor, Gamma]], outside: list[Tensor], limit: Limit | None
+    ) -> None:
         self.parameters = parameters
+        self.outside = outside
         self.limit = limit
         self.start: list[Tensor] = []
         self.origin: list[Tensor] = []
@@ -138,21 +159,24 @@ class _Chart:
     def entered(self) -> Iterator[None]:
         """Inside, each Parameter holds z and its .grad holds h; outside, w and g as they were."""
         self.start = [p.detach().clone() for p, _ in self.parameters]
+        outside = [p.detach().clone() for p in self.outside]
         self.grads = [p.grad for p, _ in self.parameters]
         try:
             self._write([gamma.multiply(_computed(p, gamma)) for p, gamma in self.parameters])
             # Read back, since a parameter of low precision rounds z.
             self.origin = [_computed(p, gamma).clone() for p, gamma in self.parameters]
+            self._check_range()
             self._take_gradients()
             yield
         except BaseException:
             self._write(self.start)
+            for p, value in zip(self.outside, outside, strict=True):
+                p.data.copy_(value)
             raise
         else:
             steps = self._steps()
             if self.limit is not None:
-                self._write(self.start)  # a limit looks at the weights the step begins with
-                steps = self.limit([p for p, _ in self.parameters], steps)
+                steps = self.limit([p for p, _ in self.parameters], self.start, steps)
             self._write(self._weights(steps))
         finally:
             for (p, _), grad in zip(self.parameters, self.grads, strict=True):
@@ -174,6 +198,15 @@ class _Chart:
             return loss
 
         return evaluate
+
+    def _check_range(self) -> None:
+        """z may be beyond fp16 where w is not; bf16 has the range of fp32."""
+        for (p, _), z in zip(self.parameters, self.origin, strict=True):
+            if p.dtype == torch.float16 and not bool(torch.isfinite(z).all()):
+                raise PathError(
+                    "a weight in invariant coordinates is beyond the range of float16, in which this "
+                    "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
+                )
 
     def _take_gradients(self) -> None:
         for p, gamma in self.parameters:
@@ -200,6 +233,16 @@ class _Chart:
         with torch.no_grad():
             for (p, _), value in zip(self.parameters, values, strict=True):
                 p.copy_(value)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("p", "max_relative_step", "fallback_lr"):
+        if name in group:
+            raise ValueError(
+                f"{name!r} cannot differ between groups of PathNormalized: pass it to PathNormalized itself"
+                if name != "fallback_lr"
+                else "'fallback_lr' is an option of PathSGD; give PathNormalized a group with its own lr"
+            )
 
 
 def _computed(x: Tensor, gamma: Gamma) -> Tensor:

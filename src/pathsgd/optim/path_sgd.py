@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    _default_to_fused_or_foreach,
-    _use_grad_for_differentiable,
-)
+from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.geometry.sharing import Shared, check_shared
@@ -22,8 +19,7 @@ from pathsgd.optim.kernels.layer import Rule
 from pathsgd.optim.kernels.plan import Plan, Ready
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
-
-Limit = Callable[[list[Tensor]], list[Tensor]]
+from pathsgd.optim.update import by_foreach, invariant_steps, move, rates_of
 
 
 class PathSGD(Optimizer):
@@ -104,9 +100,6 @@ class PathSGD(Optimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if nesterov and momentum <= 0:
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        if fallback_lr is not None and (fallback_lr < 0 or lr == 0):
-            raise ValueError(f"Invalid fallback_lr value: {fallback_lr} (it follows lr, which must not be 0)")
-        check_limit(max_relative_step)
         check_shared(shared, check_p(p))
         self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
         defaults = {
@@ -115,7 +108,8 @@ class PathSGD(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "fallback_scale": 1.0 if fallback_lr is None else fallback_lr / float(lr),
+            "fallback_lr": fallback_lr,
+            "fallback_scale": 1.0,
             "max_relative_step": max_relative_step,
             "maximize": maximize,
             "foreach": foreach,
@@ -124,10 +118,40 @@ class PathSGD(Optimizer):
         self.implementation = check_implementation(implementation)
         self._plan: Plan | None = None
         super().__init__(params, defaults)
+        self.source.check_known(self.param_groups)
         self.source.calibrate(p)
 
     source: ScaleSource
     implementation: Choice
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; ``p``, ``max_relative_step`` and ``fallback_lr`` may be a group's own."""
+        options = {**self.defaults, **param_group}
+        check_p(options["p"])
+        check_limit(options["max_relative_step"])
+        rate, lr = options["fallback_lr"], float(options["lr"])
+        if rate is not None:
+            if rate < 0 or lr == 0:
+                raise ValueError(f"Invalid fallback_lr value: {rate} (it follows lr, which must not be 0)")
+            # A ratio, so that a schedule of lr acts on both.
+            param_group["fallback_scale"] = rate / lr
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As in torch.optim, but momentum keeps its precision: torch would round it to the parameter's."""
+        super().load_state_dict(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            kept = state_dict["state"].get(number, {}).get("momentum_buffer")
+            if kept is not None and kept.dtype != parameter.dtype:
+                self.state[parameter]["momentum_buffer"] = kept.detach().clone().to(parameter.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of a state that was saved before an option was there
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     @property
     def graph(self) -> PathGraph:
@@ -159,29 +183,19 @@ class PathSGD(Optimizer):
         # Everything is looked at before anything is moved: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
         work = [(group, *self._by_kernel(group)) for group in self.param_groups]
-        rest = [(group, self._collect(group, params)) for group, _, params in work]
+        rest = self._limited([self._collect(group, params) for group, _, params in work])
         for group, chains, _ in work:
             for chain in chains:
                 chain.step(_rule(group))
-        for group, (params, grads, gammas, buffers) in rest:
-            path_sgd(
-                params,
-                grads,
-                gammas,
-                buffers,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                weight_decay=group["weight_decay"],
-                fallback_scale=group["fallback_scale"],
-                limit=self._limit(group, params),
-                maximize=group["maximize"],
-                foreach=group["foreach"],
-                differentiable=group["differentiable"],
+        for part in rest:
+            move(
+                part.params,
+                part.gammas,
+                part.steps,
+                part.rates,
+                weight_decay=part.decay,
+                foreach=part.foreach,
             )
-            if group["momentum"] != 0:
-                for parameter, buffer in zip(params, buffers, strict=True):
-                    self.state[parameter]["momentum_buffer"] = buffer
         self.source.stepped()
         return loss
 
@@ -221,140 +235,63 @@ class PathSGD(Optimizer):
             )
         return state["momentum_buffer"]
 
-    def _limit(self, group: dict[str, Any], params: list[Tensor]) -> Limit | None:
-        bound = group["max_relative_step"]
-        if bound is None:
-            return None
-        return lambda steps: self.source.limited(params, steps, group["p"], bound)
-
-    def _collect(
-        self, group: dict[str, Any], params: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Gamma | None], list[Tensor | None]]:
-        """Parameters with their gradients, gammas and momentum."""
+    def _collect(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
+        """A group's parameters with their steps in invariant coordinates."""
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         gammas = self.source.gammas_of(params, group["p"])
+        foreach = group["foreach"]
+        if foreach is None:
+            foreach = by_foreach(params, group["differentiable"])
+        rates = rates_of(gammas, group["lr"], group["fallback_scale"])
         buffers: list[Tensor | None] = [None] * len(params)
         if group["momentum"] != 0:
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-        return params, grads, gammas, buffers
+        steps = invariant_steps(
+            grads, gammas, buffers, rates,
+            momentum=group["momentum"], nesterov=group["nesterov"], maximize=group["maximize"],
+            foreach=foreach,
+        )  # fmt: skip
+        if group["momentum"] != 0:
+            for parameter, buffer in zip(params, buffers, strict=True):
+                self.state[parameter]["momentum_buffer"] = buffer
+        decay = group["weight_decay"]
+        bound = group["max_relative_step"]
+        if bound is not None and decay != 0:  # a limit is on all that moves a unit
+            weights = [
+                p if g is None else g.multiply(p.to(g.arithmetic.dtype))
+                for p, g in zip(params, gammas, strict=True)
+            ]
+            steps = [step + rate * decay * w for step, rate, w in zip(steps, rates, weights, strict=True)]
+            decay = 0.0
+        return _Part(params, gammas, steps, rates, decay, foreach, group["p"], bound)
+
+    def _limited(self, parts: list[_Part]) -> list[_Part]:
+        """The same with steps that no unit finds too long, whichever groups they come from."""
+        for p in {part.p for part in parts if part.bound is not None}:
+            own = [part for part in parts if part.p == p]
+            params = [parameter for part in own for parameter in part.params]
+            steps = [step for part in own for step in part.steps]
+            bounds = [part.bound for part in own for _ in part.params]
+            short = iter(self.source.limited(self.source.gammas(p), params, params, steps, bounds, p))
+            for part in own:
+                part.steps = [next(short) for _ in part.steps]
+        return parts
+
+
+@dataclass
+class _Part:
+    """What the reference moves of one group."""
+
+    params: list[Tensor]
+    gammas: list[Gamma | None]
+    steps: list[Tensor]
+    rates: list[float | Tensor]
+    decay: float
+    foreach: bool
+    p: float
+    bound: float | None
 
 
 def _rule(group: dict[str, Any]) -> Rule:
     names = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
     return Rule(**{name: group[name] for name in names})
-
-
-def path_sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    gammas: list[Gamma | None],
-    momentum_buffers: list[Tensor | None],
-    *,
-    lr: float | Tensor,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    fallback_scale: float = 1.0,
-    limit: Limit | None = None,
-    maximize: bool = False,
-    foreach: bool | None = None,
-    differentiable: bool = False,
-) -> None:
-    """Functional API that performs the Path-SGD update in place; see :class:`PathSGD`.
-
-    ``gammas[k] is None`` means gamma = 1. New momentum buffers are written into ``momentum_buffers``.
-    ``limit`` shortens the steps while they are in invariant coordinates.
-    """
-    if foreach is None:
-        _, foreach = _default_to_fused_or_foreach(params, differentiable, use_fused=False)
-    update = _multi_tensor_path_sgd if foreach else _single_tensor_path_sgd
-    update(
-        params,
-        grads,
-        gammas,
-        momentum_buffers,
-        lr=lr,
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        fallback_scale=fallback_scale,
-        limit=limit,
-        maximize=maximize,
-    )
-
-
-def _single_tensor_path_sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    gammas: list[Gamma | None],
-    momentum_buffers: list[Tensor | None],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    fallback_scale: float,
-    limit: Limit | None,
-    maximize: bool,
-) -> None:
-    hs = []
-    for k, gamma in enumerate(gammas):
-        h = _invariant(grads[k], gamma, maximize)
-        if momentum != 0:
-            buffer = momentum_buffers[k]
-            buffer = h.clone() if buffer is None else buffer.mul_(momentum).add_(h)
-            momentum_buffers[k] = buffer
-            h = h.add(buffer, alpha=momentum) if nesterov else buffer
-        hs.append((lr if gamma is not None else lr * fallback_scale) * h)
-    if limit is not None:
-        hs = limit(hs)
-    for param, gamma, h in zip(params, gammas, hs, strict=True):
-        if weight_decay != 0:
-            rate = lr if gamma is not None else lr * fallback_scale
-            param.mul_(1 - rate * weight_decay)
-        step = h if gamma is None else gamma.divide(h)
-        param.sub_(step.to(param.dtype))
-
-
-def _multi_tensor_path_sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    gammas: list[Gamma | None],
-    momentum_buffers: list[Tensor | None],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    fallback_scale: float,
-    limit: Limit | None,
-    maximize: bool,
-) -> None:
-    if not params:
-        return
-    hs = [_invariant(grad, gamma, maximize) for grad, gamma in zip(grads, gammas, strict=True)]
-    if momentum != 0:
-        for k, h in enumerate(hs):
-            if momentum_buffers[k] is None:
-                momentum_buffers[k] = torch.zeros_like(h)
-        buffers = [buffer for buffer in momentum_buffers if buffer is not None]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, hs)
-        hs = list(torch._foreach_add(hs, buffers, alpha=momentum)) if nesterov else buffers
-    rates = [lr if gamma is not None else lr * fallback_scale for gamma in gammas]
-    hs = [rate * h for rate, h in zip(rates, hs, strict=True)]
-    if limit is not None:
-        hs = limit(hs)
-    if weight_decay != 0:
-        for param, rate in zip(params, rates, strict=True):
-            param.mul_(1 - rate * weight_decay)
-    steps = [h if gamma is None else gamma.divide(h) for h, gamma in zip(hs, gammas, strict=True)]
-    torch._foreach_sub_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
-
-
-def _invariant(grad: Tensor, gamma: Gamma | None, maximize: bool) -> Tensor:
-    """``h = g / sqrt(gamma)``, the gradient in the coordinates a rescaling does not change."""
-    grad = -grad if maximize else grad
-    if gamma is None:
-        return grad
-    return gamma.divide(grad.to(gamma.arithmetic.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from pathsgd.optim.limit import Incoming, families, limited
 class ScaleSource:
     """Keeps the model, traces it when it can, and measures gamma when it is asked to.
 
-    Without an example the shapes of the first batch the model sees are recorded (by a forward pre-hook
-    that does nothing else) and the model is traced when a step first asks for scales.
+    Without an example the shapes of the first batch the model takes are recorded (by a forward hook that
+    does nothing else) and the model is traced when a step first asks for scales.
     """
 
     def __init__(
@@ -50,10 +51,15 @@ class ScaleSource:
         if example_input is not None or _starts_with_linear(self.model):
             self.graph = trace(self.model, example_input, batch_dim=batch_dim)
         else:
-            self._handle = self.model.register_forward_pre_hook(self._record, with_kwargs=True)
+            self._listen()
         self.names = {id(p): name for name, p in self.model.named_parameters()}
 
-    def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _listen(self) -> None:
+        self._handle = self.model.register_forward_hook(_Recorder(self), with_kwargs=True)
+
+    def record(self, args: Any, kwargs: Any) -> None:
+        """The first batch the model has taken: its shapes are kept, and nothing more is listened to."""
+
         def described(x: Any) -> Any:
             return _Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
 
@@ -113,8 +119,10 @@ class ScaleSource:
 
     def _stamp(self) -> list[tuple[int, int]]:
         """What shows whether a parameter was written: where it lies and torch's count of writes. Writes
-        through ``.data`` or numpy do not show; for those there is :meth:`refresh`."""
-        return [(p.data_ptr(), p._version) for p in self.model.parameters()]
+        through ``.data`` or numpy do not show; for those there is :meth:`refresh`. Running statistics
+        move with every batch: where a gamma may be old anyway they do not count."""
+        tensors = [*self.model.parameters(), *(self.model.buffers() if self.refresh_every == 1 else ())]
+        return [(t.data_ptr(), t._version) for t in tensors]
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
         """gamma of each of these parameters; None for one that falls back to gamma = 1."""
@@ -127,21 +135,43 @@ class ScaleSource:
         ]
 
     def limited(
-        self, parameters: Sequence[Tensor], steps: Sequence[Tensor], p: float, max_relative_step: float
+        self,
+        found: Scales,
+        parameters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        bounds: Sequence[float | None],
+        p: float,
     ) -> list[Tensor]:
-        """Steps of these parameters in invariant coordinates, none too long for the unit it leads into."""
-        graph, found = self.traced(), self.gammas(p)
+        """Steps of these parameters in invariant coordinates, each kept to its bound (if it has one) on how
+        far the unit it leads into may move. All parameters of a step together, with ``weights`` and gammas
+        from before it."""
         if self._families is None:
-            self._families = families(graph)
+            self._families = families(self.traced())
         names = [self.names.get(id(parameter)) for parameter in parameters]
         moved = {name: step for name, step in zip(names, steps, strict=True) if name is not None}
-        tensors = dict(self.model.named_parameters())
+        bound = {
+            name: limit
+            for name, limit in zip(names, bounds, strict=True)
+            if name is not None and limit is not None
+        }
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        tensors.update({name: w for name, w in zip(names, weights, strict=True) if name is not None})
         z = {
             name: found[name].multiply(tensors[name].detach().to(found[name].arithmetic.dtype))
             for name in {part.name for family in self._families for part in family}
         }
-        short = limited(self._families, moved, z, p, max_relative_step)
+        short = limited(self._families, moved, z, bound, p)
         return [step if name is None else short[name] for name, step in zip(names, steps, strict=True)]
+
+    def check_known(self, groups: Sequence[dict[str, Any]]) -> None:
+        """At least one of the optimizer's parameters is the model's; others may come along."""
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        if parameters and not any(id(parameter) in self.names for parameter in parameters):
+            raise TypeError(
+                "none of these parameters belongs to the model the graph was traced from (those of a copy "
+                "do not), so this would silently be SGD: trace the model they belong to"
+            )
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
@@ -162,7 +192,7 @@ class ScaleSource:
         self.__dict__.update(state)
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         if self.graph is None and self._recorded is None:
-            self._handle = self.model.register_forward_pre_hook(self._record, with_kwargs=True)
+            self._listen()
 
 
 def blind() -> bool:
@@ -170,6 +200,25 @@ def blind() -> bool:
     return torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     )
+
+
+class _Recorder:
+    """A forward hook that tells a source of the first batch. It hangs on the model, so it must not hold the
+    source, which holds the model: a copy of the model, or a saved one, has a recorder that does nothing."""
+
+    def __init__(self, source: ScaleSource | None = None) -> None:
+        self.source = None if source is None else weakref.ref(source)
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        source = None if self.source is None else self.source()
+        if source is not None:
+            source.record(args, rest[0] if len(rest) > 1 else {})
+
+    def __deepcopy__(self, memo: Any) -> _Recorder:
+        return _Recorder()
+
+    def __reduce__(self) -> Any:
+        return _Recorder, ()
 
 
 class _Shape:

@@ -1,0 +1,286 @@
+"""Corners of the optimizers that users reach: copies, resumed runs, groups, errors in mid-step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import pathsgd
+from networks import Mlp, SmallResNet, Vgg, build
+from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
+from pathsgd.optim import source
+from test_equivariance import train
+from test_optim import backward, unchanged, weights
+
+
+class Lazy(nn.Module):
+    """Not a Sequential, so its paths are known after the first batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+MAKERS = {
+    "PathSGD": PathSGD,
+    "PathNormalized": lambda m, **o: PathNormalized(torch.optim.SGD, m, lr=0.1, **o),
+}
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every
+def test_a_lazy_optimizer_leaves_the_model_free_to_be_copied(make):
+    model = Lazy()
+    optimizer = make(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy(model), AveragedModel(model).module, pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False), *(copy.deepcopy((model, optimizer))[:1]),
+    ]  # fmt: skip
+    x = torch.randn(5, 3)
+    for other in copies:
+        other(x)
+    with pytest.raises(pathsgd.PathError, match="seen no batch yet"):
+        _ = optimizer.graph
+    both = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), both):
+        m(x).sum().backward()
+        before = weights(m)
+        o.step()
+        assert not unchanged(m, before)
+        assert all(info.normalised for info in o.graph.parameters.values())
+
+
+@every
+def test_a_first_batch_that_fails_is_not_remembered(make):
+    model = Lazy()
+    optimizer = make(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(5, 7))
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_lazy_optimizer_of_a_compiled_model():
+    model = Lazy()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = PathSGD(compiled)
+    compiled(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    assert all(info.normalised for info in optimizer.graph.parameters.values())
+
+
+@every
+def test_parameters_of_another_model_are_refused(make):
+    model, x = build(Mlp)
+    graph = pathsgd.trace(model, x)
+    for params in (list(copy.deepcopy(model).parameters()), [{"params": copy.deepcopy(model).parameters()}]):
+        with pytest.raises(TypeError, match="none of these parameters belongs to the model"):
+            make(params, graph=graph)
+
+
+def test_momentum_keeps_its_precision_when_it_is_loaded():
+    model, x = build(Mlp, torch.bfloat16)
+    optimizer = PathSGD(model, x, lr=1e-2, momentum=0.9)
+    train(model, optimizer, x, steps=5)
+    other = copy.deepcopy(model)
+    resumed = PathSGD(other, x)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file))
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, x, steps=3)
+    assert unchanged(other, weights(model))
+
+
+def test_running_statistics_that_moved_are_measured_anew():
+    model, x = build(Vgg)
+    model.train()
+    twin = copy.deepcopy(model)
+    for m, clip in ((model, True), (twin, False)):
+        optimizer = PathSGD(m, x, lr=1e-3)
+        torch.manual_seed(0)
+        backward(m, x)
+        if clip:
+            clip_path_grad_norm_(optimizer, float("inf"))
+        for _ in range(3):
+            m(x)
+        optimizer.step()
+    assert unchanged(twin, weights(model))
+
+
+def test_a_limit_looks_at_all_groups_and_at_decay():
+    """Weights and biases in two groups, as is usual for decay, move as in one; decay counts."""
+    model, x = build(Mlp)
+    graph = pathsgd.trace(model, x)
+    split = [
+        {"params": [p for n, p in model.named_parameters() if n.endswith("weight")]},
+        {"params": [p for n, p in model.named_parameters() if n.endswith("bias")]},
+    ]
+    first = weights(model)
+    ends = []
+    for params in (list(model.parameters()), split):
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), first, strict=True):
+                p.copy_(old)
+        backward(model, x)
+        PathSGD(params, graph=graph, lr=10.0, max_relative_step=0.01).step()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+    decayed = copy.deepcopy(model)
+    optimizer = PathSGD(decayed, x, lr=0.1, weight_decay=2.0, max_relative_step=0.01)
+    before = weights(decayed)
+    for p in decayed.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for new, old in zip(decayed.parameters(), before, strict=True):
+        assert torch.allclose(new, 0.99 * old)
+
+
+@every
+def test_a_limit_does_not_measure_more_often(make, monkeypatch):
+    model, x = build(Mlp)
+    calls = []
+    real = source.scales
+    monkeypatch.setattr(source, "scales", lambda *a, **k: calls.append(1) or real(*a, **k))
+    optimizer = make(model, example_input=x, refresh_every=4, max_relative_step=1e6)
+    calls.clear()
+    train(model, optimizer, x, steps=8)
+    assert len(calls) == 2
+
+
+def test_limits_of_shared_rows_stay_small():
+    """Learned positions added to a layer's output: many units, one row of weights for all of them."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 2)
+            self.positions = nn.Parameter(torch.randn(50, 8))
+
+        def forward(self, x):
+            return self.b((self.a(x) + self.positions).relu())
+
+    model = Positions().double()
+    x = torch.randn(2, 50, 16, dtype=torch.float64)
+    optimizer = PathSGD(model, x, lr=10.0, max_relative_step=0.01)
+    backward(model, x)
+    optimizer.step()
+    kept = [
+        t
+        for family in optimizer.source._families
+        for part in family
+        for t in (part.entries, part.row_of_unit)
+    ]
+    assert sum(t.numel() for t in kept if t is not None) <= 3 * 50 * 8
+
+
+def test_groups_are_checked():
+    model, x = build(Mlp)
+    graph = pathsgd.trace(model, x)
+    params = list(model.parameters())
+    for bad, message in (
+        ({"max_relative_step": -1.0}, "max_relative_step"),
+        ({"fallback_lr": -1.0}, "fallback_lr"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PathSGD([{"params": params, **bad}], graph=graph)
+    for name in ("p", "max_relative_step", "fallback_lr"):
+        with pytest.raises(ValueError, match=name):
+            PathNormalized(torch.optim.SGD, [{"params": params, name: 1.0}], graph=graph, lr=0.1)
+    extra = nn.Parameter(torch.ones(()))
+    optimizer = PathSGD(params, graph=graph, lr=1e-3, fallback_lr=0.1)
+    optimizer.add_param_group({"params": [extra], "lr": 1e-2})
+    extra.grad = torch.ones(())
+    optimizer.step()
+    assert extra.item() == pytest.approx(0.9)
+
+
+def test_a_closure_that_raises_leaves_the_weights():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    optimizer = PathNormalized(torch.optim.LBFGS, model, x, lr=0.1)
+    before = weights(model)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert unchanged(model, before)
+
+
+def test_z_beyond_half_precision_is_an_error():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).half()
+    with torch.no_grad():
+        model[0].weight.fill_(10.0), model[2].weight.fill_(30000.0)
+    optimizer = PathNormalized(torch.optim.SGD, model, lr=1e-6, p=1)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(pathsgd.PathError, match="beyond the range of float16"):
+        optimizer.step()
+    assert unchanged(model, before)
+
+
+def test_load_hooks_of_path_normalized():
+    model, x = build(Mlp)
+    optimizer = PathNormalized(torch.optim.Adam, model, x)
+    called = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["before", "after"]
+
+
+def test_one_element_lr_and_states_of_older_kinds():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model.gain = nn.Parameter(torch.ones(()))
+    optimizer = PathSGD(model, torch.zeros(1, 3), lr=torch.tensor([0.1]), foreach=False)
+    (model(torch.randn(5, 3)).sum() * model.gain).backward()
+    optimizer.step()
+    state = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_sparse_gradients_cannot_be_clipped():
+    model, x = build(Mlp)
+    optimizer = PathSGD(model, x)
+    backward(model, x)
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        clip_path_grad_norm_(optimizer, 1.0)
+
+
+def test_a_limited_resnet_in_two_groups():
+    model, x = build(SmallResNet)
+    graph = pathsgd.trace(model, x)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if "norm" in n]},
+        {"params": [p for n, p in named if "norm" not in n]},
+    ]
+    optimizer = PathSGD(groups, graph=graph, lr=1.0, max_relative_step=0.01)
+    train(model, optimizer, x, steps=2)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
