@@ -20,9 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from pathsgd.optim.kernels.layer import LayerTensors, Rule, moved
+from pathsgd.optim.kernels.layer import LayerTensors, Rule
 from pathsgd.optim.kernels.plain import Plain
 
 SOURCE = Path(__file__).with_name("update.c")
@@ -33,63 +32,61 @@ SMALL = 1 << 15
 class Numbers(ctypes.Structure):
     """``struct numbers`` of update.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_float) for name in ("lr", "decay", "momentum", "sign")),
-        *((name, ctypes.c_int32) for name in ("nesterov", "p", "move")),
+    _fields_ = tuple(
+        (name, ctypes.c_float) for name in ("lr", "decay", "sign", "momentum", "take_h", "take_b")
     )
+
+
+class LayerPointers(ctypes.Structure):
+    """``struct layer`` of update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "w", "g", "m", "inverse_out", "inverse_into", "next_into", "next_out", "row_sums", "column_sums",
+        )),
+        *((name, ctypes.c_int64) for name in ("columns", "w_stride", "g_stride")),
+    )  # fmt: skip
+
+
+SUMS, MOVE, DECAY, MOMENTUM = range(4)
+"""``enum`` of update.c."""
 
 
 class Compiled(Plain):
     """fp32 layers by update.c; everything small by torch."""
 
-    def __init__(self, p: int, dtype: torch.dtype) -> None:
-        super().__init__(p, dtype)
-        if library() is None:
-            raise RuntimeError("no C compiler was found, or it could not compile update.c: use 'blocked'")
-
-    def update(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        if layer.bias is not None:
-            assert layer.bias_grad is not None
-            bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], rule)
-            layer.bias.copy_(bias)
-            if layer.bias_momentum is not None and momentum is not None:
-                layer.bias_momentum.copy_(momentum)
-        self._pass(k, layer, rule, into, out, move=True)
-
-    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        self._pass(k, layer, rule, into, out, move=False)
-
     def _pass(self, k: int, layer: LayerTensors, rule: Rule, into: bool, out: bool, move: bool) -> None:
         lr = float(rule.lr)
+        nesterov = (1.0, rule.momentum) if rule.nesterov else (0.0, 1.0)
         numbers = Numbers(
-            lr, 1 - lr * rule.weight_decay, rule.momentum, -1.0 if rule.maximize else 1.0,
-            rule.nesterov, self.p, move,
-        )  # fmt: skip
+            lr, 1 - lr * rule.weight_decay, -1.0 if rule.maximize else 1.0, rule.momentum, *nesterov
+        )
+        momentum = layer.weight_momentum
+        kind = (
+            SUMS if not move else MOMENTUM if momentum is not None else DECAY if rule.weight_decay else MOVE
+        )
         shares = _shares(layer)
-        row_sums = torch.empty(layer.rows) if into else None
-        column_sums = torch.zeros(len(shares), layer.columns) if out else None
-        grad = layer.weight_grad
-        fixed = (
-            _pointer(layer.weight), _pointer(grad), _pointer(layer.weight_momentum),
-            _pointer(self.out[k]), _pointer(self.into[k]),
-            _pointer(self.next_into[k] if into else None), _pointer(self.next_out[k] if out else None),
-            _pointer(row_sums),
+        # Sums that nobody asked for are of zeros: cheaper than a case of its own.
+        next_into = self.next_into[k] if into else torch.zeros(layer.columns)
+        next_out = self.next_out[k] if out else torch.zeros(layer.rows)
+        row_sums, column_sums = torch.empty(layer.rows), torch.zeros(len(shares), layer.columns)
+        weight, grad = layer.weight, layer.weight_grad
+        tensors = (
+            weight, grad, weight if momentum is None else momentum, self.out[k], self.into[k], next_into,
+            next_out, row_sums,
         )  # fmt: skip
-        strides = (layer.weight.stride(0), grad.stride(0))
         function = library()
         assert function is not None
 
         def work(n: int) -> None:
-            own = None if column_sums is None else column_sums[n]
-            function(
-                *fixed, _pointer(own), *shares[n], layer.columns, *strides, ctypes.byref(numbers)
+            own = LayerPointers(
+                *(t.data_ptr() for t in tensors), column_sums[n].data_ptr(), layer.columns, weight.stride(0),
+                grad.stride(0),
             )  # fmt: skip
+            function(ctypes.byref(own), ctypes.byref(numbers), *shares[n], kind, self.p)
 
         _each(work, len(shares))
-        self._keep(
-            k, layer, [] if row_sums is None else [row_sums],
-            None if column_sums is None else column_sums.sum(0),
-        )  # fmt: skip
+        self._keep(k, layer, [row_sums] if into else [], column_sums.sum(0) if out else None)
 
 
 def fits(layers: Sequence[LayerTensors]) -> bool:
@@ -121,7 +118,7 @@ def library() -> Callable[..., None] | None:
         except (OSError, subprocess.SubprocessError):
             continue
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = [*[pointer] * 9, *[integer] * 5, pointer]
+        function.argtypes = [pointer, pointer, integer, integer, ctypes.c_int32, ctypes.c_int32]
         function.restype = None
         return function
     return None
@@ -132,7 +129,17 @@ def _compile(compiler: str, flags: Sequence[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "update.so"
-        command = [compiler, *flags, "-std=c11", "-shared", "-fPIC", "-o", str(made), str(SOURCE)]
+        command = [
+            compiler,
+            *flags,
+            "-std=gnu11",
+            "-fopenmp-simd",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(made),
+            str(SOURCE),
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         made.replace(target)
 
@@ -172,7 +179,3 @@ def _shares(layer: LayerTensors) -> list[tuple[int, int]]:
     threads = 1 if layer.weight.numel() < SMALL else min(torch.get_num_threads(), max(layer.rows, 1))
     edges = [layer.rows * n // threads for n in range(threads + 1)]
     return list(pairwise(edges))
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

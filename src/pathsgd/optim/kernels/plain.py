@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,15 +10,16 @@ from torch import Tensor
 from pathsgd.geometry.range import safe_range
 from pathsgd.optim.kernels.layer import LayerTensors, Rule, inverse_root, moved, powered
 
-BLOCK = 1 << 16
-"""Entries of a block: a few such blocks of fp32 stay in a core's own cache."""
+BLOCK = 1 << 20
+"""Entries of a block: a few such blocks stay in the cache that the cores share, and a call of torch costs
+little beside one."""
 
 
 class Plain:
-    """The readable implementation. ``block=None`` takes every layer in one piece."""
+    """Needs no compiler."""
 
-    def __init__(self, p: int, dtype: torch.dtype, block: int | None = BLOCK) -> None:
-        self.p, self.dtype, self.block = p, dtype, block
+    def __init__(self, p: int, dtype: torch.dtype) -> None:
+        self.p, self.dtype = p, dtype
         self.next_into: dict[int, Tensor] = {}
         self.next_out: dict[int, Tensor] = {}
 
@@ -33,41 +34,62 @@ class Plain:
         self._in_range = self._check()
 
     def update(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        if layer.bias is not None:
-            assert layer.bias_grad is not None
-            bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], rule)
-            layer.bias.copy_(bias)
-            if layer.bias_momentum is not None and momentum is not None:
-                layer.bias_momentum.copy_(momentum)
+        self._move_bias(k, layer, rule)
+        self._pass(k, layer, rule, into, out, move=True)
+
+    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
+        self._pass(k, layer, rule, into, out, move=False)
+
+    def _pass(self, k: int, layer: LayerTensors, rule: Rule, into: bool, out: bool, move: bool) -> None:
+        step = max(BLOCK // max(layer.columns, 1), 1)
+        scratch = torch.empty(
+            min(step, layer.rows), layer.columns, dtype=self.dtype, device=layer.weight.device
+        )
         row_parts, column_sums = [], None
-        for rows in self._blocks(layer):
+        for start in range(0, layer.rows, step):
+            rows = slice(start, start + step)
             weight = layer.weight[rows]
-            old = None if layer.weight_momentum is None else layer.weight_momentum[rows]
-            scale = self.out[k][rows, None] * self.into[k]
-            new, momentum = moved(weight, layer.weight_grad[rows], old, scale, rule)
-            weight.copy_(new)
-            if old is not None and momentum is not None:
-                old.copy_(momentum)
+            block = scratch[: len(weight)]
+            if move:
+                self._move(k, rows, layer, rule, block)
             if into or out:
-                # What was stored, which in low precision is not what was computed.
-                edges = powered(weight.to(self.dtype), self.p)
+                # Of what was stored, which in low precision is not what was computed.
+                edges = _powered_into(block, weight, self.p)
                 if into:
                     row_parts.append(edges @ self.next_into[k])
                 if out:
                     part = self.next_out[k][rows] @ edges
-                    column_sums = part if column_sums is None else column_sums + part
+                    column_sums = part if column_sums is None else column_sums.add_(part)
         self._keep(k, layer, row_parts, column_sums)
 
-    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        row_parts, column_sums = [], None
-        for rows in self._blocks(layer):
-            edges = powered(layer.weight[rows].to(self.dtype), self.p)
-            if into:
-                row_parts.append(edges @ self.next_into[k])
-            if out:
-                part = self.next_out[k][rows] @ edges
-                column_sums = part if column_sums is None else column_sums + part
-        self._keep(k, layer, row_parts, column_sums)
+    def _move(self, k: int, rows: slice, layer: LayerTensors, rule: Rule, block: Tensor) -> None:
+        """The formulas of layer.py, written so that few passes over a block are made."""
+        weight, grad = layer.weight[rows], layer.weight_grad[rows]
+        tail, head = self.into[k], self.out[k][rows, None]
+        sign = -1.0 if rule.maximize else 1.0
+        if layer.weight_momentum is None:
+            torch.mul(grad, tail * tail, out=block)
+            block.mul_(head * head * (-rule.lr * sign))
+        else:
+            momentum = layer.weight_momentum[rows]
+            torch.mul(grad, tail, out=block)
+            block.mul_(head * sign)
+            momentum.mul_(rule.momentum).add_(block)
+            step = block.add_(momentum, alpha=rule.momentum) if rule.nesterov else momentum
+            torch.mul(step, tail, out=block)
+            block.mul_(head * -rule.lr)
+        if rule.weight_decay:
+            weight.mul_(1 - rule.lr * rule.weight_decay)
+        weight.add_(block)
+
+    def _move_bias(self, k: int, layer: LayerTensors, rule: Rule) -> None:
+        if layer.bias is None:
+            return
+        assert layer.bias_grad is not None
+        bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], rule)
+        layer.bias.copy_(bias)
+        if layer.bias_momentum is not None and momentum is not None:
+            layer.bias_momentum.copy_(momentum)
 
     def trusted(self) -> bool:
         return self._in_range
@@ -81,11 +103,6 @@ class Plain:
         if column_sums is not None:
             self.next_out[k - 1] = column_sums
 
-    def _blocks(self, layer: LayerTensors) -> Iterator[slice]:
-        step = layer.rows if self.block is None else max(self.block // max(layer.columns, 1), 1)
-        for start in range(0, layer.rows, max(step, 1)):
-            yield slice(start, min(start + step, layer.rows))
-
     def _check(self) -> bool:
         """Sums must stay where plain floats lose nothing; a unit that is dead counts as such."""
         _, low, high = safe_range(self.dtype)
@@ -95,3 +112,13 @@ class Plain:
             return True
         least, largest = torch.aminmax(alive)
         return bool(least >= low) and bool(largest <= high)
+
+
+def _powered_into(block: Tensor, weight: Tensor, p: int) -> Tensor:
+    """``|weight|^p`` written into ``block``, in its precision."""
+    if weight.dtype != block.dtype:
+        weight = block.copy_(weight)
+    if p == 1:
+        return torch.abs(weight, out=block)
+    torch.mul(weight, weight, out=block)
+    return block if p == 2 else block.mul_(block)

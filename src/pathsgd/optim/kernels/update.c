@@ -1,98 +1,126 @@
 /* One linear layer of Path-SGD, some of its rows, in one pass over the memory: what layer.py says.
 
-   Plain C and no threads of its own: the caller hands each thread its rows. Sums run in LANES lanes, so
-   that a compiler can keep them in vector registers without being allowed to reorder anything. */
+   Plain C without threads: the caller hands each thread its rows. Four rows are walked at a time, so that what
+   belongs to the columns is loaded and stored a quarter as often: else arithmetic and caches, not the memory,
+   would set the pace. `omp simd` lets the compiler keep the row sums in vector registers; it needs no OpenMP at
+   run time. */
 
-#include <stddef.h>
 #include <stdint.h>
 
-#define LANES 16
-
 struct numbers {
-    float lr, decay, momentum, sign;
-    int32_t nesterov, p, move;
+    float lr, decay, sign;
+    float momentum, take_h, take_b; /* the step is take_h h + take_b b, with b = momentum b + h */
 };
 
-static inline __attribute__((always_inline)) float power(float w, int p) {
+struct layer {
+    float *w;
+    const float *g;
+    float *m;
+    const float *inverse_out, *inverse_into; /* gamma^(-1/p) of rows and columns */
+    const float *next_into, *next_out;       /* next gamma of columns and rows */
+    float *row_sums, *column_sums;           /* written, and added to */
+    int64_t columns, w_stride, g_stride;
+};
+
+/* What is done to a weight: nothing, w -= step, the same after a decay, the same by momentum. */
+enum { SUMS, MOVE, DECAY, MOMENTUM };
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float power(float w, int p) {
     float square = w * w;
-    return p == 1 ? (w < 0 ? -w : w) : p == 2 ? square : square * square;
+    return p == 1 ? __builtin_fabsf(w) : p == 2 ? square : square * square;
 }
 
-static inline __attribute__((always_inline)) float one(
-    float *w, const float *g, float *m, float scale, struct numbers n, int p, int move, int has_momentum) {
-    float value = *w;
-    if (move) {
-        float h = n.sign * *g * scale;
-        if (has_momentum) {
-            float b = n.momentum * *m + h;
-            *m = b;
-            h = n.nesterov ? h + n.momentum * b : b;
-        }
-        value = value * n.decay - n.lr * (h * scale);
-        *w = value;
+/* One row's numbers. */
+struct row {
+    float *w;
+    const float *g;
+    float *m;
+    float head, step, out;
+};
+
+INLINE struct row row_of(const struct layer *a, const struct numbers *n, int64_t r) {
+    struct row row = {a->w + r * a->w_stride, a->g + r * a->g_stride, a->m + r * a->columns,
+                      a->inverse_out[r], 0.0f, a->next_out[r]};
+    row.step = n->lr * n->sign * row.head * row.head;
+    return row;
+}
+
+/* Moves one weight and returns |w|^p. `tail` is gamma_in^(-1/p) of its column. */
+INLINE float one(struct row row, int64_t j, float tail, const struct numbers *n, int kind, int p) {
+    float value = row.w[j];
+    if (kind == MOVE) value -= row.step * (tail * tail * row.g[j]);
+    if (kind == DECAY) value = n->decay * value - row.step * (tail * tail * row.g[j]);
+    if (kind == MOMENTUM) {
+        float scale = row.head * tail;
+        float h = n->sign * row.g[j] * scale;
+        float b = n->momentum * row.m[j] + h;
+        row.m[j] = b;
+        value = n->decay * value - n->lr * ((n->take_h * h + n->take_b * b) * scale);
     }
+    if (kind != SUMS) row.w[j] = value;
     return power(value, p);
 }
 
-static inline __attribute__((always_inline)) void rows(
-    float *restrict w, const float *restrict g, float *restrict m, const float *restrict inverse_out,
-    const float *restrict inverse_into, const float *restrict next_into, const float *restrict next_out,
-    float *restrict row_sums, float *restrict column_sums, int64_t first, int64_t last, int64_t columns,
-    int64_t w_stride, int64_t g_stride, struct numbers n, int p, int move, int has_momentum, int into, int out) {
-    for (int64_t r = first; r < last; r++) {
-        float *wr = w + r * w_stride;
-        const float *gr = move ? g + r * g_stride : NULL;
-        float *mr = has_momentum ? m + r * columns : NULL;
-        float so = move ? inverse_out[r] : 0.0f, no = out ? next_out[r] : 0.0f;
-        float lane[LANES] = {0};
-        int64_t c = 0;
-        for (; c + LANES <= columns; c += LANES) {
-            for (int l = 0; l < LANES; l++) {
-                int64_t j = c + l;
-                float scale = move ? so * inverse_into[j] : 0.0f;
-                float a = one(wr + j, gr + j, mr + j, scale, n, p, move, has_momentum);
-                if (into) lane[l] += a * next_into[j];
-                if (out) column_sums[j] += a * no;
-            }
-        }
-        for (; c < columns; c++) {
-            float scale = move ? so * inverse_into[c] : 0.0f;
-            float a = one(wr + c, gr + c, mr + c, scale, n, p, move, has_momentum);
-            if (into) lane[0] += a * next_into[c];
-            if (out) column_sums[c] += a * no;
-        }
-        if (into) {
-            float sum = 0;
-            for (int l = 0; l < LANES; l++) sum += lane[l];
-            row_sums[r] = sum;
-        }
+INLINE void four_rows(const struct layer *a, const struct numbers *numbers, int64_t r, int kind, int p) {
+    struct numbers n = *numbers;
+    struct row r0 = row_of(a, &n, r), r1 = row_of(a, &n, r + 1), r2 = row_of(a, &n, r + 2),
+               r3 = row_of(a, &n, r + 3);
+    const float *tails = a->inverse_into, *next = a->next_into;
+    float *sums = a->column_sums;
+    float sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;
+    int64_t columns = a->columns;
+#pragma omp simd reduction(+ : sum0, sum1, sum2, sum3)
+    for (int64_t j = 0; j < columns; j++) {
+        float tail = tails[j], into = next[j];
+        float e0 = one(r0, j, tail, &n, kind, p), e1 = one(r1, j, tail, &n, kind, p);
+        float e2 = one(r2, j, tail, &n, kind, p), e3 = one(r3, j, tail, &n, kind, p);
+        sum0 += e0 * into;
+        sum1 += e1 * into;
+        sum2 += e2 * into;
+        sum3 += e3 * into;
+        sums[j] += (e0 * r0.out + e1 * r1.out) + (e2 * r2.out + e3 * r3.out);
     }
+    a->row_sums[r] = sum0;
+    a->row_sums[r + 1] = sum1;
+    a->row_sums[r + 2] = sum2;
+    a->row_sums[r + 3] = sum3;
 }
 
-#define CALL(P, MOVE, MOMENTUM, INTO, OUT)                                                              \
-    rows(w, g, m, inverse_out, inverse_into, next_into, next_out, row_sums, column_sums, first, last,    \
-         columns, w_stride, g_stride, n, P, MOVE, MOMENTUM, INTO, OUT)
-#define BY_SUMS(P, MOVE, MOMENTUM)                        \
+INLINE void one_row(const struct layer *a, const struct numbers *numbers, int64_t r, int kind, int p) {
+    struct numbers n = *numbers;
+    struct row r0 = row_of(a, &n, r);
+    const float *tails = a->inverse_into, *next = a->next_into;
+    float *sums = a->column_sums, sum = 0;
+    int64_t columns = a->columns;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < columns; j++) {
+        float edge = one(r0, j, tails[j], &n, kind, p);
+        sum += edge * next[j];
+        sums[j] += edge * r0.out;
+    }
+    a->row_sums[r] = sum;
+}
+
+INLINE void rows(const struct layer *a, const struct numbers *n, int64_t first, int64_t last, int kind, int p) {
+    int64_t r = first;
+    for (; r + 4 <= last; r += 4) four_rows(a, n, r, kind, p);
+    for (; r < last; r++) one_row(a, n, r, kind, p);
+}
+
+#define EACH_P(KIND)                                      \
     do {                                                  \
-        if (row_sums && column_sums) CALL(P, MOVE, MOMENTUM, 1, 1); \
-        else if (row_sums) CALL(P, MOVE, MOMENTUM, 1, 0); \
-        else if (column_sums) CALL(P, MOVE, MOMENTUM, 0, 1); \
-        else CALL(P, MOVE, MOMENTUM, 0, 0);               \
-    } while (0)
-#define BY_MOVE(P)                            \
-    do {                                      \
-        if (!n.move) BY_SUMS(P, 0, 0);        \
-        else if (m) BY_SUMS(P, 1, 1);         \
-        else BY_SUMS(P, 1, 0);                \
+        if (p == 1) rows(a, n, first, last, KIND, 1);     \
+        else if (p == 2) rows(a, n, first, last, KIND, 2); \
+        else rows(a, n, first, last, KIND, 4);            \
     } while (0)
 
-/* Every combination is compiled for itself, so that no loop asks what it has to do. */
-void pathsgd_rows(float *w, const float *g, float *m, const float *inverse_out, const float *inverse_into,
-                  const float *next_into, const float *next_out, float *row_sums, float *column_sums,
-                  int64_t first, int64_t last, int64_t columns, int64_t w_stride, int64_t g_stride,
-                  const struct numbers *numbers) {
-    struct numbers n = *numbers;
-    if (n.p == 1) BY_MOVE(1);
-    else if (n.p == 2) BY_MOVE(2);
-    else BY_MOVE(4);
+/* Every case is compiled for itself, so that no loop asks what it has to do. */
+void pathsgd_rows(const struct layer *a, const struct numbers *n, int64_t first, int64_t last, int32_t kind,
+                  int32_t p) {
+    if (kind == SUMS) EACH_P(SUMS);
+    else if (kind == MOVE) EACH_P(MOVE);
+    else if (kind == DECAY) EACH_P(DECAY);
+    else EACH_P(MOMENTUM);
 }
