@@ -20,8 +20,12 @@ from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.layer import LayerTensors, Rule
 
-ROWS, COLUMNS, FINISHED = 32, 128, 256
-"""The sizes of blocks."""
+ROWS, COLUMNS, WARPS = 32, 128, 4
+"""The block of a layer that a program works on at a time."""
+PROGRAMS = 4
+"""Of a layer, for each processor: so many are at work at the same time."""
+FINISHED = 128
+"""Entries of a vector that a program finishes."""
 LOOK_EVERY = 16
 """Steps between two looks at whether plain floats are still enough: far too few to leave their range."""
 
@@ -41,7 +45,7 @@ class OnGpu:
 
     def __init__(self, chain: Chain, p: int, device: torch.device) -> None:
         self.p, self.device = p, device
-        programs = 8 * _processors(device)
+        programs = PROGRAMS * _processors(device)
         self.strips = [triton.cdiv(layer.inputs, COLUMNS) for layer in chain]
         self.rows_each = []
         for layer, strips in zip(chain, self.strips, strict=True):
@@ -117,7 +121,7 @@ class OnGpu:
             rule.momentum, rule.weight_decay, -1.0 if rule.maximize else 1.0,
             LR_ON_DEVICE=on_device, MOVE=move, MOMENTUM=layer.weight_momentum is not None,
             NESTEROV=rule.nesterov, BIAS=has_bias, INTO=into, OUT=out, P=self.p,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
 
     def finish(self) -> None:

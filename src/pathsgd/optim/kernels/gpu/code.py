@@ -32,11 +32,14 @@ def _move(w, g, m, scale, lr, momentum, decay, sign, MOMENTUM: tl.constexpr, NES
 
 
 @triton.jit
-def _total(parts, count, length, at, mask):
-    """The sum of the parts of a vector."""
-    total = tl.load(parts + at, mask, 0.0)
-    for r in range(1, count):
-        total += tl.load(parts + r * length + at, mask, 0.0)
+def _total(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
+    """The sum of the parts of a vector, several loads in flight."""
+    part = tl.arange(0, AT_ONCE)
+    total = tl.zeros(at.shape, tl.float32)
+    for start in range(0, count, AT_ONCE):
+        r = start + part
+        tile = tl.load(parts + r[:, None] * length + at[None, :], (r < count)[:, None] & mask[None, :], 0.0)
+        total += tl.sum(tile, 0)
     return total
 
 
@@ -60,9 +63,10 @@ def layer_kernel(
     if MOVE:
         tail = tl.load(inverse_into + n, n_mask, 0.0)
     if INTO:
-        into = _total(next_into, next_into_parts, columns, n, n_mask)
+        into = _total(next_into, next_into_parts, columns, n, n_mask, 8)
     if OUT:
-        column_sum = tl.zeros((COLUMNS,), tl.float32)
+        # Added up over the rows of a block only at the end: that takes all threads together.
+        column_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = share * rows_each
     last = tl.minimum(first + rows_each, rows)
     for start in range(first, last, ROWS):
@@ -108,10 +112,10 @@ def layer_kernel(
         if INTO:
             tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1), r_mask)
         if OUT:
-            out = _total(next_out, next_out_parts, rows, r, r_mask)
-            column_sum += tl.sum(edges * out[:, None], 0)
+            out = _total(next_out, next_out_parts, rows, r, r_mask, 8)
+            column_sums += edges * out[:, None]
     if OUT:
-        tl.store(column_parts + share * columns + n, column_sum, n_mask)
+        tl.store(column_parts + share * columns + n, tl.sum(column_sums, 0), n_mask)
 
 
 @triton.jit
@@ -122,7 +126,7 @@ def finish_kernel(parts, inverse, table, flag, low, high, P: tl.constexpr, BLOCK
     place, start = tl.load(row + 3), tl.load(row + 4)
     at = start + tl.arange(0, BLOCK)
     mask = at < length
-    total = _total(parts + offset, count, length, at, mask)
+    total = _total(parts + offset, count, length, at, mask, 16)
     root = total
     if P == 2:
         root = tl.sqrt_rn(total)
