@@ -152,12 +152,14 @@ def measure(
     torch.backends.cudnn.allow_tf32 = tf32
     y = torch.randint(classes, (len(x),), device=DEVICE)
     whole, alone, eager = {}, {}, {}
+    alive = []  # a captured graph does not keep what it works on
     count = 0
     for name in methods:
         torch.manual_seed(0)
         model = make().to(DEVICE)
         count = sum(p.numel() for p in model.parameters())
         optimizer = METHODS[name](model, x[:1])
+        alive.append((model, optimizer))
 
         def backward(model: nn.Module = model) -> None:
             for parameter in model.parameters():

@@ -10,17 +10,24 @@ import torch
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Neither autocast nor TF32 (which torch allows in convolutions) inside."""
+    """Neither autocast nor TF32 (which torch allows in convolutions) inside.
+
+    Convolutions are at batch one here, for which cudnn's first choice is often a bad one: it may try.
+    """
     if torch.compiler.is_compiling():  # settings cannot change inside a compiled graph
         yield
         return
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     saved = [setting.fp32_precision for setting in settings]
+    cudnn = torch.backends.cudnn
+    tried = cudnn.benchmark
     try:
+        cudnn.benchmark = tried or not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
         for setting in settings:
             setting.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
+        cudnn.benchmark = tried
         for setting, value in zip(settings, saved, strict=True):
             setting.fp32_precision = value

@@ -49,20 +49,27 @@ class RangeCheck:
     def passed(self) -> bool:
         if not self.looked:
             return True
+        suspects = self.suspects(self.extremes().tolist())
+        return suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
+
+    def extremes(self) -> Tensor:
+        """The least and the largest numbers seen, still on the device: [2, places]."""
+        least, largest = [x for *_, x, _ in self.looked], [x for *_, x in self.looked]
+        return torch.stack([*least, *largest]).reshape(2, -1)
+
+    def suspects(self, extremes: list[list[float]]) -> set[tuple[int, bool, float]] | None:
+        """The places (node, forward, bound) where something is too small, or is zero; None if anything is
+        too large."""
         product, total, high = safe_range(self.flow.arithmetic.dtype)
-        least_ones = [least for _, _, least, _ in self.looked]
-        largest_ones = [largest for _, _, _, largest in self.looked]
-        both = torch.stack([*least_ones, *largest_ones]).tolist()
-        extremes = list(zip(both[: len(self.looked)], both[len(self.looked) :], strict=True))
-        if not all(largest <= high for _, largest in extremes):
-            return False
-        suspects = []
-        for (k, forward, _, _), (least, _) in zip(self.looked, extremes, strict=True):
+        if not all(largest <= high for largest in extremes[1]):
+            return None
+        found = set()
+        for (k, forward, *_), least in zip(self.looked, extremes[0], strict=True):
             single = forward and isinstance(self.flow.graph.nodes[k].operation, PRODUCTS)
             low = product if single else total
             if not least >= low:
-                suspects.append((k, forward, low))
-        return not suspects or self._only_dead(suspects)
+                found.add((k, forward, low))
+        return found
 
     def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""

@@ -71,7 +71,7 @@ class Gamma:
             return gamma
         return shift(gamma, 2 * product.exponent)
 
-    def _roots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    def roots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """sqrt(gamma) = (gamma_in gamma_out)^(1/p) as factors that broadcast: (root, 1/root, exponent)."""
         if self._kept:
             return self._kept
@@ -88,7 +88,7 @@ class Gamma:
 
     def multiply(self, x: Tensor) -> Tensor:
         """``x sqrt(gamma)``: a weight in invariant coordinates."""
-        for root, _, exponent in self._roots():
+        for root, _, exponent in self.roots():
             x = x * root
             x = x if exponent is None else shift(x, exponent)
         return x
@@ -96,10 +96,17 @@ class Gamma:
     def divide(self, x: Tensor) -> Tensor:
         """``x / sqrt(gamma)``, and 0 where gamma is 0: a gradient in invariant coordinates, or a step in
         them taken back to the weights."""
-        for _, inverse, exponent in self._roots():
+        for _, inverse, exponent in self.roots():
             x = x * inverse
             x = x if exponent is None else shift(x, -exponent)
         return x
+
+    def inverse_root(self) -> Tensor | None:
+        """``1 / sqrt(gamma)`` (0 where gamma is 0) for every entry, where it is stored and within range."""
+        if self.whole is None or self.whole.exponent is not None:
+            return None
+        ((_, inverse, _),) = self.roots()
+        return inverse
 
     def log2(self) -> Tensor:
         """log2(gamma) in fp64, exact at any depth; -inf on dead paths."""
@@ -165,10 +172,12 @@ def scales(
     with full_precision(flow.device):
         found = None
         if not exponents:
-            found = _measure(flow, None if exponents is False else RangeCheck(flow))
+            check = None if exponents is False else RangeCheck(flow)
+            found = measure(flow, check)
+            if check is not None and not check.passed():
+                found = None
         if found is None:
-            found = _measure(flow_of(graph, tensors, p, exponents=True), None)
-        assert found is not None
+            found = measure(flow_of(graph, tensors, p, exponents=True), None)
         for name, factor in sharing.factors(graph, tensors, p, shared).items():
             found = found.replaced(name, found[name].times(factor))
     return found
@@ -202,9 +211,9 @@ def path_scales(
     return {name: gamma.dense() for name, gamma in found.items()}
 
 
-def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
-    """Both passes, and gamma of every parameter as the backward pass meets its uses. None if a check
-    was asked for and something was out of range."""
+def measure(flow: Flow, check: RangeCheck | None) -> Scales:
+    """Both passes, and gamma of every parameter as the backward pass meets its uses. A check is shown the
+    numbers as they come."""
     needed = flow.needed()
     values: Values = {}
     for k, value in flow.forward():
@@ -235,8 +244,6 @@ def _measure(flow: Flow, check: RangeCheck | None) -> Scales | None:
         before = gammas.get(info.name)
         whole = part if before is None else flow.arithmetic.add([before.product(), part])
         gammas[info.name] = Gamma(flow.arithmetic, info.shape, whole=whole)
-    if check is not None and not check.passed():
-        return None
     for name, info in flow.graph.parameters.items():
         if name not in gammas:
             gammas[name] = _constant(flow, info.shape, zero=info.normalised)

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pathsgd.errors import PathError
+from pathsgd.geometry.captured import CapturedScales
 from pathsgd.geometry.scales import Gamma, Scales, scales
 from pathsgd.geometry.sharing import Shared
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example, Inputs, trace
 from pathsgd.optim.limit import Incoming, families, limited
+
+WARM_UP = 3
+"""Measurements before one is recorded on a GPU."""
 
 
 class ScaleSource:
@@ -46,6 +50,8 @@ class ScaleSource:
         self._kept: dict[float, Scales] = {}
         self._steps = 0
         self._stamped: list[tuple[int, int]] = []
+        self._recorded_scales: dict[float, CapturedScales] = {}
+        self._measurements = 0
         self._families: list[list[Incoming]] | None = None
         self.exponents: dict[float, bool] = {}
         if example_input is not None or _starts_with_linear(self.model):
@@ -92,10 +98,27 @@ class ScaleSource:
                 exponents = self.exponents.get(p, False)
                 return scales(graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared)
             self.check_identity()
-            self._kept[p] = scales(graph, graph.tensors(self.model), p, shared=self.shared)
+            self._kept[p] = self._measured(graph, p)
             self.exponents[p] = self._kept[p].exponents
             self._stamped = self._stamp()
         return self._kept[p]
+
+    def _measured(self, graph: PathGraph, p: float) -> Scales:
+        """gamma as the weights stand: on a GPU by a recorded CUDA graph, once it has been seen to fit."""
+        tensors = graph.tensors(self.model)
+        recorded = self._recorded_scales.pop(p, None)
+        if recorded is not None and recorded.fits(tensors):
+            found = recorded.replay()
+            if found is not None:
+                self._recorded_scales[p] = recorded
+                return found
+        found = scales(graph, tensors, p, shared=self.shared)
+        self._measurements += 1
+        on_gpu = all(tensor.is_cuda for tensor in tensors.values())
+        if on_gpu and self._measurements > WARM_UP and self.shared == "kappa1" and not found.exponents:
+            self._recorded_scales[p] = CapturedScales(graph, tensors, p)
+            self._measurements = 0  # weights that keep moving about are not recorded every time
+        return found
 
     def calibrate(self, p: float) -> None:
         """Finds out whether plain floats are enough now, for a step that is compiled before any is run."""
@@ -185,7 +208,7 @@ class ScaleSource:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         # A hook does not travel; a copy that was never traced asks for a batch again.
-        state.update(_handle=None, _kept={}, names=None)
+        state.update(_handle=None, _kept={}, _recorded_scales={}, names=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -66,7 +66,9 @@ def invariant_steps(
     foreach: bool = False,
 ) -> list[Tensor]:
     """``rate * b``, to be subtracted from z: with ``h = g / sqrt(gamma)`` and ``b`` its momentum."""
-    hs = [_invariant(grad, gamma, maximize) for grad, gamma in zip(grads, gammas, strict=True)]
+    if maximize:
+        grads = [-grad for grad in grads]
+    hs = divided(grads, gammas, foreach)
     if momentum != 0 and foreach and hs:
         for k, h in enumerate(hs):
             if momentum_buffers[k] is None:
@@ -81,6 +83,8 @@ def invariant_steps(
             buffer = h.clone() if buffer is None else buffer.mul_(momentum).add_(h)
             momentum_buffers[k] = buffer
             hs[k] = h.add(buffer, alpha=momentum) if nesterov else buffer
+    if foreach and hs and all(isinstance(rate, float) and rate == rates[0] for rate in rates):
+        return list(torch._foreach_mul(hs, rates[0]))
     return [rate * h for rate, h in zip(rates, hs, strict=True)]
 
 
@@ -98,8 +102,7 @@ def move(
         for param, rate in zip(params, rates, strict=True):
             param.mul_(1 - rate * weight_decay)
     moves = [
-        (step if gamma is None else gamma.divide(step)).to(param.dtype)
-        for step, gamma, param in zip(steps, gammas, params, strict=True)
+        step.to(param.dtype) for step, param in zip(divided(steps, gammas, foreach), params, strict=True)
     ]
     if foreach and params:
         torch._foreach_sub_(params, moves)
@@ -108,9 +111,22 @@ def move(
         param.sub_(step)
 
 
-def _invariant(grad: Tensor, gamma: Gamma | None, maximize: bool) -> Tensor:
-    """``h = g / sqrt(gamma)``, the gradient in the coordinates a rescaling does not change."""
-    grad = -grad if maximize else grad
-    if gamma is None:
-        return grad
-    return gamma.divide(grad.to(gamma.arithmetic.dtype))
+def divided(xs: list[Tensor], gammas: list[Gamma | None], foreach: bool) -> list[Tensor]:
+    """``x / sqrt(gamma)``: a gradient taken to the coordinates a rescaling does not change, or a step back
+    from them. In one call for all tensors whose gamma is stored whole."""
+    found = list(xs)
+    together: dict[int, Tensor] = {}
+    for k, (x, gamma) in enumerate(zip(xs, gammas, strict=True)):
+        if gamma is None:
+            continue
+        x = x.to(gamma.arithmetic.dtype)
+        inverse = gamma.inverse_root() if foreach else None
+        if inverse is None:
+            found[k] = gamma.divide(x)
+        else:
+            found[k], together[k] = x, inverse
+    if together:
+        products = torch._foreach_mul([found[k] for k in together], list(together.values()))
+        for k, product in zip(together, products, strict=True):
+            found[k] = product
+    return found

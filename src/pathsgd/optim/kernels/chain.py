@@ -54,15 +54,20 @@ class ChainStep:
         count = len(layers)
         middle = count // 2
         implementation = self.implementation
+        with implementation.aside():
+            for k in range(count - 1, middle, -1):
+                implementation.update(k, layers[k], rule, into=False, out=True)
         for k in range(middle):
             implementation.update(k, layers[k], rule, into=True, out=False)
-        for k in range(count - 1, middle, -1):
-            implementation.update(k, layers[k], rule, into=False, out=True)
+        implementation.join()
         implementation.update(middle, layers[middle], rule, into=middle < count - 1, out=middle > 0)
-        for k in range(middle + 1, count - 1):
-            implementation.sums(k, layers[k], rule, into=True, out=False)
-        for k in range(middle - 1, 0, -1):
-            implementation.sums(k, layers[k], rule, into=False, out=True)
+        if count > 3:
+            with implementation.aside():
+                for k in range(middle - 1, 0, -1):
+                    implementation.sums(k, layers[k], rule, into=False, out=True)
+            for k in range(middle + 1, count - 1):
+                implementation.sums(k, layers[k], rule, into=True, out=False)
+            implementation.join()
         implementation.finish()
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)  # as any write of torch's own does

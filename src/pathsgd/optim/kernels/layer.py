@@ -14,6 +14,7 @@ So the layer is read once and written once, and what the next step needs falls o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,12 @@ class Implementation(Protocol):
 
     def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
         """The same sums from weights that were moved before."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is launched inside may run beside what is launched after, up to ``join``."""
+
+    def join(self) -> None:
+        """Waits for what was launched aside."""
 
     def finish(self) -> None:
         """The next gammas become the current ones."""

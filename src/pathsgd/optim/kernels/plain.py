@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -90,6 +91,12 @@ class Plain:
         layer.bias.copy_(bias)
         if layer.bias_momentum is not None and momentum is not None:
             layer.bias_momentum.copy_(momentum)
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
 
     def trusted(self) -> bool:
         return self._in_range

@@ -7,7 +7,8 @@ Everything stays on the device, at fixed addresses, so a step can be captured in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.layer import LayerTensors, Rule
 
-ROWS, COLUMNS, WARPS = 32, 128, 4
+ROWS, COLUMNS, WARPS = 16, 512, 4
 """The block of a layer that a program works on at a time."""
 PROGRAMS = 4
 """Of a layer, for each processor: so many are at work at the same time."""
@@ -72,6 +73,7 @@ class OnGpu:
         self.flag = torch.zeros((), dtype=torch.int32, device=device)
         self._seen = torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._steps = 0
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.table = torch.tensor(
             [
                 (v.offset, v.parts, v.length, v.place, start)
@@ -123,6 +125,19 @@ class OnGpu:
             NESTEROV=rule.nesterov, BIAS=has_bias, INTO=into, OUT=out, P=self.p,
             ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def finish(self) -> None:
         _, low, high = safe_range(torch.float32)
