@@ -1,6 +1,6 @@
 """What a step costs: Path-SGD beside torch's optimizers, whole training step and optimizer step alone.
 
-    python benchmarks/step_cost.py [--sweep] [--json FILE] [--plot FILE]
+    python benchmarks/step_cost.py [--sweep] [--json FILE]
 
 One run, one machine, the methods taken in turn; medians. On a GPU every step is captured in a CUDA graph, as
 one would run it for speed, and the optimizer's step is also timed eagerly. The floor is the time to read the
@@ -61,7 +61,8 @@ class NaivePathSGD:
 
 
 Maker = Callable[[nn.Module, Tensor], object]
-LR = 1e-6
+LR = 1e-30
+"""So small that no weight changes: a network that diverges would be timed as one of NaNs."""
 METHODS: dict[str, Maker] = {
     "forward and backward": lambda m, x: None,
     "SGD, foreach": lambda m, x: torch.optim.SGD(m.parameters(), LR, foreach=True),
@@ -206,7 +207,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0 if CUDA else 8.0, help="for each measurement")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     speed = bandwidth()
     skipped = {"PathSGD, no compiler"} if CUDA else set()
@@ -259,10 +259,6 @@ def main() -> None:
                 data(100, 1024),
                 BRIEF,
             )
-    if options.plot:
-        from step_cost_plot import plot
-
-        plot([asdict(row) for row in rows], machine, options.plot)
 
 
 if __name__ == "__main__":

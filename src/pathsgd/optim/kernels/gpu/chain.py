@@ -21,7 +21,7 @@ from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.layer import LayerTensors, Rule
 
-ROWS, COLUMNS, WARPS = 16, 512, 4
+ROWS, COLUMNS, WARPS, STAGES = 16, 512, 4, 1
 """The block of a layer that a program works on at a time."""
 PROGRAMS = 4
 """Of a layer, for each processor: so many are at work at the same time."""
@@ -123,7 +123,7 @@ class OnGpu:
             rule.momentum, rule.weight_decay, -1.0 if rule.maximize else 1.0,
             LR_ON_DEVICE=on_device, MOVE=move, MOMENTUM=layer.weight_momentum is not None,
             NESTEROV=rule.nesterov, BIAS=has_bias, INTO=into, OUT=out, P=self.p,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
 
     @contextmanager

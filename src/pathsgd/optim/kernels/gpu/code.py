@@ -51,7 +51,7 @@ def layer_kernel(
     lr_value, lr_ptr, momentum, weight_decay, sign,
     LR_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0), tl.program_id(1)
     n = strip * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,7 +69,7 @@ def layer_kernel(
         column_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = share * rows_each
     last = tl.minimum(first + rows_each, rows)
-    for start in range(first, last, ROWS):
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)
         r_mask = r < last
         mask = r_mask[:, None] & n_mask[None, :]
@@ -112,7 +112,7 @@ def layer_kernel(
         if INTO:
             tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1), r_mask)
         if OUT:
-            out = _total(next_out, next_out_parts, rows, r, r_mask, 8)
+            out = _total(next_out, next_out_parts, rows, r, r_mask, 64)
             column_sums += edges * out[:, None]
     if OUT:
         tl.store(column_parts + share * columns + n, tl.sum(column_sums, 0), n_mask)
