@@ -159,7 +159,7 @@ class PathSGD(Optimizer):
         return self.source.traced()
 
     def refresh(self) -> None:
-        """Measure gamma anew at the next step: after writes to weights that torch does not count (``.data``)."""
+        """Measure gamma anew at the next step: after writes that torch does not count (``.data``)."""
         self.source.refresh()
         if self._plan is not None:
             self._plan.forget()
