@@ -89,6 +89,39 @@ def test_the_loss_after_a_step_is_differentiable_in_lr():
     assert torch.allclose(vmap(after)(rates), torch.stack([after(rate) for rate in rates]))
 
 
+def test_transforms_nest():
+    """The gradient of the loss after a step, for each member of an ensemble; statistics mapped alone."""
+    model, x = build(Vgg)
+    graph = pathsgd.trace(model, x)
+    loss = loss_of(model)
+    params, buffers = stack_module_state([model, copy.deepcopy(model)])
+    params = {name: tensor.detach() for name, tensor in params.items()}
+
+    def after(params, buffers):
+        moved, _ = path_sgd(graph, params, grad(loss)(params, buffers, x), buffers=buffers, lr=1e-4)
+        return loss(moved, buffers, x)
+
+    slopes = vmap(grad(after))(params, buffers)
+    single = grad(after)(*tensors(model))
+    assert all(torch.allclose(slopes[name][0], single[name]) for name in single)
+    own, statistics = tensors(model)
+    mapped = vmap(lambda b: path_gammas(graph, own, b)["0.weight"].dense())(buffers)
+    assert torch.allclose(mapped[1], path_gammas(graph, own, statistics)["0.weight"].dense())
+    with pytest.raises(pathsgd.PathError, match="cannot be computed under vmap"):
+        vmap(lambda b: path_gammas(graph, own, b, shared="gram")["0.weight"].dense())(buffers)
+
+
+def test_dtypes_and_shapes_are_kept():
+    model, x = build(Mlp, torch.bfloat16)
+    graph = pathsgd.trace(model, x)
+    params, _ = tensors(model)
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    moved, _ = path_sgd(graph, params, grads, lr=torch.tensor([0.1]), weight_decay=0.1)
+    assert all(moved[name].dtype == p.dtype and moved[name].shape == p.shape for name, p in params.items())
+    with pytest.raises(pathsgd.PathError, match="the graph knows no parameter 'other'"):
+        path_sgd(graph, {**params, "other": x}, {"other": x}, lr=0.1)
+
+
 def test_it_compiles_to_one_graph():
     model, x = build(Mlp, torch.float32)
     graph = pathsgd.trace(model, x)

@@ -64,7 +64,7 @@ def carried(optimizer):
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         {"maximize": True, "weight_decay": 0.1},
-        {"p": 1},
+        {"p": 1.0},
         {"p": 4, "momentum": 0.5},
         {"lr": torch.tensor(2e-3)},
     ],

@@ -31,7 +31,7 @@ class Rule:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
-    p: int = 2
+    p: float = 2
 
 
 @dataclass(frozen=True)

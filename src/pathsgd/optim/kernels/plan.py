@@ -76,7 +76,7 @@ class Plan:
         weight = layers[0].weight
         key = (chain, rule.p, kind, weight.device, weight.dtype)
         if key not in self._steps:
-            self._steps[key] = ChainStep(chain, make(kind, chain, rule.p, weight))
+            self._steps[key] = ChainStep(chain, make(kind, chain, int(rule.p), weight))
         return self._steps[key]
 
     def _tensors(self, layer: Layer, momentum_of: Callable[[Tensor], Tensor | None]) -> LayerTensors:
