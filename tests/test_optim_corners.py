@@ -284,3 +284,19 @@ def test_a_limited_resnet_in_two_groups():
     optimizer = PathSGD(groups, graph=graph, lr=1.0, max_relative_step=0.01)
     train(model, optimizer, x, steps=2)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_mistakes_are_explained(monkeypatch):
+    model, x = build(Mlp)
+    with pytest.raises(TypeError, match="needs a PathSGD or PathNormalized"):
+        clip_path_grad_norm_(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+    for swapped in ((torch.optim.AdamW(model.parameters()), model, x), (model, torch.optim.AdamW, x)):
+        with pytest.raises(TypeError, match="pass the class of the optimizer first"):
+            PathNormalized(*swapped)
+    with pytest.raises(TypeError, match=r"lr by its name: lr=0.001"):
+        PathSGD(model, 1e-3)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    optimizer = PathSGD(build(Mlp, torch.float32)[0], implementation="triton")
+    backward(optimizer.source.model, x.float())
+    with pytest.raises(ValueError, match="needs parameters on a GPU, not on cpu"):
+        optimizer.step()

@@ -19,15 +19,16 @@ def full_precision(device: torch.device) -> Iterator[None]:
         return
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     saved = [setting.fp32_precision for setting in settings]
-    cudnn = torch.backends.cudnn
-    tried = cudnn.benchmark
+    tried = torch._C._get_cudnn_benchmark()
+    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     try:
-        cudnn.benchmark = tried or not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+        # Not through torch.backends, where setting a flag may have been frozen.
+        torch._C._set_cudnn_benchmark(tried or not fixed)
         for setting in settings:
             setting.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        cudnn.benchmark = tried
+        torch._C._set_cudnn_benchmark(tried)
         for setting, value in zip(settings, saved, strict=True):
             setting.fp32_precision = value

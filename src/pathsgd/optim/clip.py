@@ -18,6 +18,11 @@ def clip_path_grad_norm_(
     In place, like :func:`torch.nn.utils.clip_grad_norm_`, whose raw norm is not invariant. Parameters
     that are not path-normalised count with gamma = 1. Returns the norm before clipping.
     """
+    if not isinstance(optimizer, (PathSGD, PathNormalized)):
+        raise TypeError(
+            f"clip_path_grad_norm_ needs a PathSGD or PathNormalized, which know the paths; got "
+            f"{type(optimizer).__name__}"
+        )
     parts: list[Tensor] = []
     grads: list[Tensor] = []
     for group in optimizer.param_groups:

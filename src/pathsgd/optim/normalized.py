@@ -37,8 +37,9 @@ class PathNormalized(Optimizer):
         graph, max_relative_step, shared, refresh_every, batch_dim: as in :class:`pathsgd.PathSGD`.
         **options: what the base optimizer takes.
 
-    State is kept on h and z, so it survives a rescaling of the model in mid-training. One copy of the
-    parameters is held during a step.
+    State is kept on h and z, so it survives a rescaling of the model in mid-training. During a step up to six
+    copies of the parameters are held. What a base optimizer does not take (Muon: anything but matrices) it
+    does not take here either.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> optimizer = PathNormalized(torch.optim.AdamW, model, lr=1e-3, weight_decay=0.1)
@@ -63,6 +64,11 @@ class PathNormalized(Optimizer):
         batch_dim: int | None = 0,
         **options: Any,
     ) -> None:
+        if isinstance(optimizer_class, (Optimizer, nn.Module)) or not callable(optimizer_class):
+            raise TypeError(
+                "pass the class of the optimizer first, then the model and the optimizer's own options: "
+                "PathNormalized(torch.optim.AdamW, model, example_input, lr=1e-4)"
+            )
         check_limit(max_relative_step)
         check_shared(shared, check_p(p))
         source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)

@@ -269,6 +269,8 @@ def source_and_params(
     shared: Shared,
 ) -> tuple[ScaleSource, Iterable[Any]]:
     """What ``PathSGD(model, ...)`` and ``PathSGD(params, graph=...)`` have in common."""
+    if isinstance(example_input, (int, float)):
+        raise TypeError(f"example_input comes after the model, and lr by its name: lr={example_input}")
     if isinstance(model_or_params, nn.Module):
         source = ScaleSource(model_or_params, graph or example_input, batch_dim, refresh_every, shared)
         return source, list(source.model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -45,6 +46,10 @@ def implementation_for(choice: Choice, layers: Sequence[LayerTensors]) -> Kind |
     if choice == "reference" or not _alike(layers):
         return None
     first = layers[0].weight
+    if choice == "triton" and not (first.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError(
+            f"implementation='triton' needs parameters on a GPU, not on {first.device}; use 'auto'"
+        )
     if choice == "triton" or (choice == "auto" and first.is_cuda and has_triton()):
         return "triton" if first.dtype in (torch.float32, *LOW) else None
     if first.device.type != "cpu":
