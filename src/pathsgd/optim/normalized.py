@@ -255,7 +255,7 @@ def _computed(x: Tensor, gamma: Gamma) -> Tensor:
     return x.detach().to(gamma.arithmetic.dtype)
 
 
-def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-3, **options: Any) -> PathNormalized:  # noqa: N802
+def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-2, **options: Any) -> PathNormalized:  # noqa: N802
     """AdaGrad in the geometry of paths."""
     return PathNormalized(torch.optim.Adagrad, model, example_input, lr=lr, **options)
 
