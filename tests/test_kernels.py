@@ -255,6 +255,45 @@ def test_state_moves_between_kernels_and_the_reference(kind):
     assert_close(model, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_differ_in_lr_and_decay(kind):
+    """No decay on biases, as is usual, and a rate of its own for the last layer."""
+    start = stack(7, 20, 33, 5)
+    ends = []
+    for implementation in ("reference", kind):
+        model = copy.deepcopy(start)
+        named = dict(model.named_parameters())
+        last = [named.pop("4.weight")]
+        groups = [
+            {"params": [p for n, p in named.items() if n.endswith("weight")], "weight_decay": 0.5},
+            {"params": [p for n, p in named.items() if n.endswith("bias")], "lr": 3e-3},
+            {"params": last, "lr": 1e-4},
+        ]
+        optimizer = PathSGD(
+            groups, graph=pathsgd.trace(model), lr=1e-3, momentum=0.9, implementation=implementation
+        )
+        torch.manual_seed(0)
+        x, y = torch.randn(20, 7), torch.randint(5, (20,))
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ends.append(model)
+        assert carried(optimizer) == (implementation == kind)
+    assert_close(ends[1], ends[0])
+    other = copy.deepcopy(start)
+    weights = [p for p in other.parameters() if p.dim() == 2]
+    biases = [p for p in other.parameters() if p.dim() == 1]
+    optimizer = PathSGD(
+        [{"params": weights, "momentum": 0.9}, {"params": biases}],
+        graph=pathsgd.trace(other),
+        implementation=kind,
+    )
+    nn.functional.cross_entropy(other(x), y).backward()
+    optimizer.step()
+    assert not carried(optimizer)  # rules that do not go together are for the reference
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_what_is_a_chain(network):
     model, x = build(network)

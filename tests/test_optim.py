@@ -191,7 +191,7 @@ def test_parameters_with_a_graph():
         with torch.no_grad():
             for p, old in zip(model.parameters(), before, strict=True):
                 p.copy_(old)
-    for other in found[1:]:  # in one group a kernel moves them, in two the reference
+    for other in found[1:]:
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found[0], other, strict=True))
 
 

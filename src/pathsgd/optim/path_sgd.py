@@ -181,11 +181,17 @@ class PathSGD(Optimizer):
                 loss = closure()
         # Everything is looked at before anything is moved: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
-        work = [(group, *self._by_kernel(group)) for group in self.param_groups]
-        rest = self._limited([self._collect(group, params) for group, _, params in work])
-        for group, chains, _ in work:
-            for chain in chains:
-                chain.step(_rule(group))
+        params = [self._checked(group) for group in self.param_groups]
+        chains = self._by_kernel(params)
+        moved = {id(parameter) for chain in chains for parameter in chain.parameters}
+        rest = self._limited(
+            [
+                self._collect(group, [p for p in own if id(p) not in moved])
+                for group, own in zip(self.param_groups, params, strict=True)
+            ]
+        )
+        for chain in chains:
+            chain.step()
         for part in rest:
             move(
                 part.params,
@@ -198,31 +204,31 @@ class PathSGD(Optimizer):
         self.source.stepped()
         return loss
 
-    def _by_kernel(self, group: dict[str, Any]) -> tuple[list[Ready], list[Tensor]]:
-        """The chains of a group that kernels move, and the parameters that are left for the reference."""
+    def _checked(self, group: dict[str, Any]) -> list[Tensor]:
+        """The parameters of a group that have a gradient."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in params:
             if parameter.grad.is_sparse:
                 raise RuntimeError("PathSGD does not support sparse gradients")
             if parameter.is_complex():
                 raise RuntimeError("PathSGD does not support complex parameters")
-        plain = (
-            group["foreach"] is None and not group["differentiable"] and group["max_relative_step"] is None
-        )
-        if not plain or not params or self.source.refresh_every > 1 or torch.compiler.is_compiling():
-            return [], params
+        return params
+
+    def _by_kernel(self, params: list[list[Tensor]]) -> list[Ready]:
+        """The chains that kernels move, of these parameters of each group."""
+        rules = {
+            id(parameter): _rule(group)
+            for group, own in zip(self.param_groups, params, strict=True)
+            for parameter in own
+            if group["foreach"] is None and not group["differentiable"] and group["max_relative_step"] is None
+        }
+        if not rules or self.source.refresh_every > 1 or torch.compiler.is_compiling():
+            return []
         self.source.check_identity()
         if self._plan is None:
             named = dict(self.source.model.named_parameters())
             self._plan = Plan(self.source.traced(), named, self.implementation)
-        chains = self._plan.ready(
-            params,
-            self._momentum_of if group["momentum"] != 0 else lambda _: None,
-            _rule(group),
-            lambda: self.source.gammas(group["p"]),
-        )
-        moved = {id(parameter) for chain in chains for parameter in chain.parameters}
-        return chains, [parameter for parameter in params if id(parameter) not in moved]
+        return self._plan.ready(rules, self._momentum_of, self.source.gammas)
 
     def _momentum_of(self, parameter: Tensor) -> Tensor:
         """Kernels write their momentum in place, so it has to be there: zero before the first step."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pathsgd.geometry.scales import Scales
 from pathsgd.graph.chains import Chain
-from pathsgd.optim.kernels.layer import Implementation, LayerTensors, Rule
+from pathsgd.optim.kernels.layer import Implementation, LayerTensors
 
 Stamp = tuple[int, int, tuple[float, ...]]
 SAMPLED = 16
@@ -49,24 +49,24 @@ class ChainStep:
             return True  # a captured graph cannot look; what it replays carries its own
         return self._stamps == stamps(parameters) and self.implementation.trusted()
 
-    def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor], rule: Rule) -> None:
+    def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor]) -> None:
         """One step, in place; ``parameters`` are those the layers show."""
         count = len(layers)
         middle = count // 2
         implementation = self.implementation
         with implementation.aside():
             for k in range(count - 1, middle, -1):
-                implementation.update(k, layers[k], rule, into=False, out=True)
+                implementation.update(k, layers[k], into=False, out=True)
         for k in range(middle):
-            implementation.update(k, layers[k], rule, into=True, out=False)
+            implementation.update(k, layers[k], into=True, out=False)
         implementation.join()
-        implementation.update(middle, layers[middle], rule, into=middle < count - 1, out=middle > 0)
+        implementation.update(middle, layers[middle], into=middle < count - 1, out=middle > 0)
         if count > 3:
             with implementation.aside():
                 for k in range(middle - 1, 0, -1):
-                    implementation.sums(k, layers[k], rule, into=False, out=True)
+                    implementation.sums(k, layers[k], into=False, out=True)
             for k in range(middle + 1, count - 1):
-                implementation.sums(k, layers[k], rule, into=True, out=False)
+                implementation.sums(k, layers[k], into=True, out=False)
             implementation.join()
         implementation.finish()
         for parameter in parameters:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from pathsgd.optim.kernels.layer import LayerTensors, Rule
+from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.plain import Plain
 
 SOURCE = Path(__file__).with_name("update.c")
@@ -55,7 +55,8 @@ SUMS, MOVE, DECAY, MOMENTUM = range(4)
 class Compiled(Plain):
     """fp32 layers by update.c; everything small by torch."""
 
-    def _pass(self, k: int, layer: LayerTensors, rule: Rule, into: bool, out: bool, move: bool) -> None:
+    def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
+        rule = layer.rule
         lr = float(rule.lr)
         nesterov = (1.0, rule.momentum) if rule.nesterov else (0.0, 1.0)
         numbers = Numbers(

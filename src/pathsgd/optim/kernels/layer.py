@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,11 +33,17 @@ class Rule:
     maximize: bool = False
     p: float = 2
 
+    def goes_with(self, other: Rule) -> bool:
+        """Whether both can move parts of one chain: groups may differ in lr and decay."""
+        return replace(self, lr=0.0, weight_decay=0.0) == replace(other, lr=0.0, weight_decay=0.0)
+
 
 @dataclass(frozen=True)
 class LayerTensors:
     """One layer's parameters with what moves them. Momentum is None where there is none."""
 
+    rule: Rule
+    bias_rule: Rule
     weight: Tensor
     weight_grad: Tensor
     weight_momentum: Tensor | None = None
@@ -65,10 +71,10 @@ class Implementation(Protocol):
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Takes gammas that were measured."""
 
-    def update(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
+    def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         """Moves layer k and sums what was asked for from its new weights."""
 
-    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
+    def sums(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         """The same sums from weights that were moved before."""
 
     def aside(self) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.range import safe_range
-from pathsgd.optim.kernels.layer import LayerTensors, Rule, inverse_root, moved, powered
+from pathsgd.optim.kernels.layer import LayerTensors, inverse_root, moved, powered
 
 BLOCK = 1 << 20
 """Entries of a block: a few such blocks stay in the cache that the cores share, and a call of torch costs
@@ -34,14 +34,14 @@ class Plain:
         self.out = {k: inverse_root(x, self.p) for k, x in self.next_out.items()}
         self._in_range = self._check()
 
-    def update(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        self._move_bias(k, layer, rule)
-        self._pass(k, layer, rule, into, out, move=True)
+    def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
+        self._move_bias(k, layer)
+        self._pass(k, layer, into, out, move=True)
 
-    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        self._pass(k, layer, rule, into, out, move=False)
+    def sums(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
+        self._pass(k, layer, into, out, move=False)
 
-    def _pass(self, k: int, layer: LayerTensors, rule: Rule, into: bool, out: bool, move: bool) -> None:
+    def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         step = max(BLOCK // max(layer.columns, 1), 1)
         scratch = torch.empty(
             min(step, layer.rows), layer.columns, dtype=self.dtype, device=layer.weight.device
@@ -52,7 +52,7 @@ class Plain:
             weight = layer.weight[rows]
             block = scratch[: len(weight)]
             if move:
-                self._move(k, rows, layer, rule, block)
+                self._move(k, rows, layer, block)
             if into or out:
                 # Of what was stored, which in low precision is not what was computed.
                 edges = _powered_into(block, weight, self.p)
@@ -63,8 +63,9 @@ class Plain:
                     column_sums = part if column_sums is None else column_sums.add_(part)
         self._keep(k, layer, row_parts, column_sums)
 
-    def _move(self, k: int, rows: slice, layer: LayerTensors, rule: Rule, block: Tensor) -> None:
+    def _move(self, k: int, rows: slice, layer: LayerTensors, block: Tensor) -> None:
         """The formulas of layer.py, written so that few passes over a block are made."""
+        rule = layer.rule
         weight, grad = layer.weight[rows], layer.weight_grad[rows]
         tail, head = self.into[k], self.out[k][rows, None]
         sign = -1.0 if rule.maximize else 1.0
@@ -83,11 +84,11 @@ class Plain:
             weight.mul_(1 - rule.lr * rule.weight_decay)
         weight.add_(block)
 
-    def _move_bias(self, k: int, layer: LayerTensors, rule: Rule) -> None:
+    def _move_bias(self, k: int, layer: LayerTensors) -> None:
         if layer.bias is None:
             return
         assert layer.bias_grad is not None
-        bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], rule)
+        bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], layer.bias_rule)
         layer.bias.copy_(bias)
         if layer.bias_momentum is not None and momentum is not None:
             layer.bias_momentum.copy_(momentum)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,8 +22,8 @@ class Ready(NamedTuple):
     layers: list[LayerTensors]
     parameters: list[Tensor]
 
-    def step(self, rule: Rule) -> None:
-        self.chain.step(self.layers, self.parameters, rule)
+    def step(self) -> None:
+        self.chain.step(self.layers, self.parameters)
 
 
 class Plan:
@@ -37,26 +37,28 @@ class Plan:
 
     def ready(
         self,
-        params: Sequence[Tensor],
+        rules: Mapping[int, Rule],
         momentum_of: Callable[[Tensor], Tensor | None],
-        rule: Rule,
-        measure: Callable[[], Scales],
+        measure: Callable[[float], Scales],
     ) -> list[Ready]:
-        """The chains all of whose parameters are among ``params``, each with gammas for its weights as they
-        stand. ``measure`` gives those for a chain that does not carry them; nothing is moved yet."""
-        given = {id(p) for p in params}
+        """The chains all of whose parameters have a rule (by their ids) that goes with the others', each with
+        gammas for its weights as they stand. ``measure`` gives those at one p for a chain that does not carry
+        them; nothing is moved yet."""
         found = []
         for chain in self.chains:
             names = [n for layer in chain for n in (layer.weight, layer.bias) if n is not None]
             tensors = [self.parameters[name] for name in names]
-            if rule.p not in POWERS or not all(id(t) in given for t in tensors):
+            own = [rules[id(t)] for t in tensors if id(t) in rules]
+            if len(own) < len(tensors) or own[0].p not in POWERS:
                 continue
-            layers = [self._tensors(layer, momentum_of) for layer in chain]
-            step = self._step_for(chain, layers, rule)
+            if not all(rule.goes_with(own[0]) for rule in own):
+                continue
+            layers = [self._tensors(layer, rules, momentum_of) for layer in chain]
+            step = self._step_for(chain, layers)
             if step is None:
                 continue
             if not step.carries(tensors):
-                scales = measure()
+                scales = measure(own[0].p)
                 if scales.exponents:  # beyond plain floats: for the reference
                     step.forget()
                     continue
@@ -69,24 +71,28 @@ class Plan:
         for step in self._steps.values():
             step.forget()
 
-    def _step_for(self, chain: Chain, layers: list[LayerTensors], rule: Rule) -> ChainStep | None:
+    def _step_for(self, chain: Chain, layers: list[LayerTensors]) -> ChainStep | None:
         kind = implementation_for(self.choice, layers)
         if kind is None:
             return None
-        weight = layers[0].weight
-        key = (chain, rule.p, kind, weight.device, weight.dtype)
+        weight, p = layers[0].weight, int(layers[0].rule.p)
+        key = (chain, p, kind, weight.device, weight.dtype)
         if key not in self._steps:
-            self._steps[key] = ChainStep(chain, make(kind, chain, int(rule.p), weight))
+            self._steps[key] = ChainStep(chain, make(kind, chain, p, weight))
         return self._steps[key]
 
-    def _tensors(self, layer: Layer, momentum_of: Callable[[Tensor], Tensor | None]) -> LayerTensors:
-        def of(name: str | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            if name is None:
-                return None, None, None
-            parameter = self.parameters[name]
-            return parameter.detach(), parameter.grad, momentum_of(parameter)
-
-        weight, weight_grad, weight_momentum = of(layer.weight)
-        assert weight is not None
-        assert weight_grad is not None
-        return LayerTensors(weight, weight_grad, weight_momentum, *of(layer.bias))
+    def _tensors(
+        self, layer: Layer, rules: Mapping[int, Rule], momentum_of: Callable[[Tensor], Tensor | None]
+    ) -> LayerTensors:
+        weight = self.parameters[layer.weight]
+        bias = None if layer.bias is None else self.parameters[layer.bias]
+        rule = rules[id(weight)]
+        bias_rule = rule if bias is None else rules[id(bias)]
+        assert weight.grad is not None
+        momentum = momentum_of if rule.momentum else lambda _: None
+        if bias is None:
+            return LayerTensors(rule, bias_rule, weight.detach(), weight.grad, momentum(weight))
+        return LayerTensors(
+            rule, bias_rule, weight.detach(), weight.grad, momentum(weight), bias.detach(), bias.grad,
+            momentum(bias),
+        )  # fmt: skip

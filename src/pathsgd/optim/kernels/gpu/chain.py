@@ -19,7 +19,7 @@ from torch import Tensor
 from pathsgd.geometry.range import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
-from pathsgd.optim.kernels.layer import LayerTensors, Rule
+from pathsgd.optim.kernels.layer import LayerTensors
 
 ROWS, COLUMNS, WARPS, STAGES = 16, 512, 4, 1
 """The block of a layer that a program works on at a time."""
@@ -93,14 +93,16 @@ class OnGpu:
             self.parts[vector.offset : vector.offset + vector.length].copy_(value)
         self.finish()
 
-    def update(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        self._launch(k, layer, rule, into, out, move=True)
+    def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
+        self._launch(k, layer, into, out, move=True)
 
-    def sums(self, k: int, layer: LayerTensors, rule: Rule, *, into: bool, out: bool) -> None:
-        self._launch(k, layer, rule, into, out, move=False)
+    def sums(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
+        self._launch(k, layer, into, out, move=False)
 
-    def _launch(self, k: int, layer: LayerTensors, rule: Rule, into: bool, out: bool, move: bool) -> None:
-        on_device = isinstance(rule.lr, Tensor) and rule.lr.device == self.device
+    def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
+        rule, bias_rule = layer.rule, layer.bias_rule
+        rates = (rule.lr, bias_rule.lr)
+        on_device = all(isinstance(lr, Tensor) and lr.device == self.device for lr in rates)
         unused = self.parts  # a place for pointers that are not looked at
         has_bias = layer.bias is not None
 
@@ -119,8 +121,9 @@ class OnGpu:
             parts(self.into, k + 1 if into else 0, into), parts(self.out, k - 1 if out else 0, out),
             layer.rows, layer.columns, self.rows_each[k], *layer.weight.stride(),
             *(layer.weight_grad if move else layer.weight).stride(),
-            0.0 if on_device else float(rule.lr), rule.lr if on_device else unused,
-            rule.momentum, rule.weight_decay, -1.0 if rule.maximize else 1.0,
+            *(0.0 if on_device else float(lr) for lr in rates),
+            *(lr if on_device else unused for lr in rates),
+            rule.momentum, rule.weight_decay, bias_rule.weight_decay, -1.0 if rule.maximize else 1.0,
             LR_ON_DEVICE=on_device, MOVE=move, MOMENTUM=layer.weight_momentum is not None,
             NESTEROV=rule.nesterov, BIAS=has_bias, INTO=into, OUT=out, P=self.p,
             ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,

@@ -48,7 +48,7 @@ def layer_kernel(
     w_ptr, g_ptr, m_ptr, bias_ptr, bias_g_ptr, bias_m_ptr, inverse_out, inverse_into,
     next_into, next_into_parts, next_out, next_out_parts, row_parts, column_parts,
     rows, columns, rows_each, w_row, w_column, g_row, g_column,
-    lr_value, lr_ptr, momentum, weight_decay, sign,
+    lr_value, bias_lr_value, lr_ptr, bias_lr_ptr, momentum, weight_decay, bias_weight_decay, sign,
     LR_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -56,10 +56,10 @@ def layer_kernel(
     strip, share = tl.program_id(0), tl.program_id(1)
     n = strip * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n < columns
-    lr = lr_value
+    lr, bias_lr = lr_value, bias_lr_value
     if LR_ON_DEVICE:
-        lr = tl.load(lr_ptr).to(tl.float32)
-    decay = 1.0 - lr * weight_decay
+        lr, bias_lr = tl.load(lr_ptr).to(tl.float32), tl.load(bias_lr_ptr).to(tl.float32)
+    decay, bias_decay = 1.0 - lr * weight_decay, 1.0 - bias_lr * bias_weight_decay
     if MOVE:
         tail = tl.load(inverse_into + n, n_mask, 0.0)
     if INTO:
@@ -98,7 +98,7 @@ def layer_kernel(
                 if MOMENTUM:
                     bias_m = tl.load(bias_m_ptr + r, r_mask, 0.0).to(tl.float32)
                 bias, bias_m = _move(
-                    bias, bias_g, bias_m, head, lr, momentum, decay, sign, MOMENTUM, NESTEROV
+                    bias, bias_g, bias_m, head, bias_lr, momentum, bias_decay, sign, MOMENTUM, NESTEROV
                 )
                 if MOMENTUM:
                     tl.store(bias_m_ptr + r, bias_m.to(bias_m_ptr.dtype.element_ty), r_mask)
