@@ -207,7 +207,7 @@ def test_bare_parameters_are_refused():
 
 
 def test_a_stale_gamma_is_noticed_where_it_can_be():
-    """With refresh_every > 1: writes that torch counts are seen, those through .data need refresh()."""
+    """With refresh_every > 1: writes that torch counts, and on a CPU those through .data."""
     model, x = build(Mlp)
     optimizer = PathSGD(model, x, refresh_every=10)
 
@@ -223,9 +223,11 @@ def test_a_stale_gamma_is_noticed_where_it_can_be():
     second = step()
     assert second is not first
     model[0].weight.data.mul_(2)
-    assert step() is second
+    third = step()
+    assert third is not second
+    assert step() is third
     optimizer.refresh()
-    assert step() is not second
+    assert step() is not third
 
 
 class Lion(torch.optim.Optimizer):
@@ -297,6 +299,27 @@ def test_a_model_that_changed():
     with pytest.raises(pathsgd.PathError, match=r"'2.weight' is not the one the optimizer was made with"):
         optimizer.step()
     assert unchanged(model, before)
+
+
+def test_a_model_that_grew_or_changed_its_shape():
+    def grow(model):
+        model.extra = nn.Parameter(torch.ones(2))
+
+    def reshape(model):
+        model[2].weight = model[2].weight  # the same Parameter
+        model[2].weight.data = torch.randn(7, 9, dtype=torch.float64)
+        model[2].weight.grad = torch.zeros(7, 9, dtype=torch.float64)
+
+    for change, message in ((grow, "'extra' is not the one"), (reshape, r"'2.weight' has shape \(7, 9\)")):
+        for make in (PathSGD, lambda *a: PathNormalized(torch.optim.Adam, *a)):
+            model, x = build(Mlp)
+            optimizer = make(model, x)
+            backward(model, x)
+            change(model)
+            before = weights(model)
+            with pytest.raises(pathsgd.PathError, match=message):
+                optimizer.step()
+            assert unchanged(model, before)
 
 
 def test_gradients_of_the_wrong_layout():

@@ -68,9 +68,15 @@ class PathGraph:
                 f"the model has a parameter {name!r} that it did not have when it was traced; "
                 "trace the model again"
             )
+        self.check(tensors)
+        tensors.update(model.named_buffers(remove_duplicate=False))
+        return tensors
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """These are the parameters the graph was traced with, by name and shape, and hold values."""
         for name, info in self.parameters.items():
             if name not in tensors:
-                raise PathError(f"the model has no parameter {name!r} any more; trace it again")
+                raise PathError(f"there is no parameter {name!r} any more; trace the model again")
             if tuple(tensors[name].shape) != info.shape:
                 raise PathError(
                     f"parameter {name!r} has shape {tuple(tensors[name].shape)} but had "
@@ -78,8 +84,6 @@ class PathGraph:
                 )
             if tensors[name].is_meta:
                 raise PathError(f"parameter {name!r} is on the meta device and has no values to measure")
-        tensors.update(model.named_buffers(remove_duplicate=False))
-        return tensors
 
     def __repr__(self) -> str:
         return f"<{str(self).splitlines()[0]}>"

@@ -100,14 +100,7 @@ def path_gammas(
     networks of ordinary depth. Call it once outside, where it looks, if in doubt: its ``.exponents`` says
     whether they were needed.
     """
-    for name, info in graph.parameters.items():
-        if name not in params:
-            raise PathError(f"there is no parameter {name!r}; pass all that the graph was traced with")
-        if tuple(params[name].shape) != info.shape:
-            raise PathError(
-                f"parameter {name!r} has shape {tuple(params[name].shape)} but had {info.shape} when the "
-                "model was traced; trace it again"
-            )
+    graph.check(params)
     tensors = {**params, **(buffers or {})}
     compiling = torch.compiler.is_compiling()
     mapped = not compiling and any(map(_is_mapped, tensors.values()))

@@ -18,6 +18,7 @@ from pathsgd.geometry.sharing import Shared
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example, Inputs, trace
 from pathsgd.optim.limit import Incoming, families, limited
+from pathsgd.optim.watch import Stamp, blind, stamps
 
 WARM_UP = 3
 """Measurements before one is recorded on a GPU."""
@@ -49,7 +50,7 @@ class ScaleSource:
         self._handle: RemovableHandle | None = None
         self._kept: dict[float, Scales] = {}
         self._steps = 0
-        self._stamped: list[tuple[int, int]] = []
+        self._stamped: list[Stamp] = []
         self._recorded_scales: dict[float, CapturedScales] = {}
         self._measurements = 0
         self._families: list[list[Incoming]] | None = None
@@ -140,12 +141,9 @@ class ScaleSource:
         """Forgets what was measured."""
         self._kept.clear()
 
-    def _stamp(self) -> list[tuple[int, int]]:
-        """What shows whether a parameter was written: where it lies and torch's count of writes. Writes
-        through ``.data`` or numpy do not show; for those there is :meth:`refresh`. Running statistics
-        move with every batch: where a gamma may be old anyway they do not count."""
-        tensors = [*self.model.parameters(), *(self.model.buffers() if self.refresh_every == 1 else ())]
-        return [(t.data_ptr(), t._version) for t in tensors]
+    def _stamp(self) -> list[Stamp]:
+        """Running statistics move with every batch: where a gamma may be old anyway they do not count."""
+        return stamps([*self.model.parameters(), *(self.model.buffers() if self.refresh_every == 1 else ())])
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
         """gamma of each of these parameters; None for one that falls back to gamma = 1."""
@@ -216,13 +214,6 @@ class ScaleSource:
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         if self.graph is None and self._recorded is None:
             self._listen()
-
-
-def blind() -> bool:
-    """Whether this is being compiled, or captured in a CUDA graph: then no number can be looked at."""
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
 
 
 class _Recorder:

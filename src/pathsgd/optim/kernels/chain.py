@@ -16,9 +16,7 @@ from torch import Tensor
 from pathsgd.geometry.scales import Scales
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.layer import Implementation, LayerTensors
-
-Stamp = tuple[int, int, tuple[float, ...]]
-SAMPLED = 16
+from pathsgd.optim.watch import Stamp, blind, stamps
 
 
 class ChainStep:
@@ -45,7 +43,7 @@ class ChainStep:
         """Whether the gammas carried here are those of the weights as they stand."""
         if self._stamps is None:
             return False
-        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if blind():
             return True  # a captured graph cannot look; what it replays carries its own
         return self._stamps == stamps(parameters) and self.implementation.trusted()
 
@@ -76,16 +74,3 @@ class ChainStep:
     def forget(self) -> None:
         """The weights were written by somebody else."""
         self._stamps = None
-
-
-def stamps(parameters: Sequence[Tensor]) -> list[Stamp]:
-    """What shows whether a tensor was written: where it lies, torch's count of writes to it, and, where
-    looking is cheap, a few of its numbers, since writes through ``.data`` and numpy are not counted."""
-    return [(p.data_ptr(), p._version, _sample(p)) for p in parameters]
-
-
-def _sample(parameter: Tensor) -> tuple[float, ...]:
-    if parameter.device.type != "cpu" or not parameter.is_contiguous():
-        return ()
-    flat = parameter.detach().view(-1)
-    return tuple(flat[:: max(len(flat) // SAMPLED, 1)].tolist())
