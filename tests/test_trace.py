@@ -320,3 +320,28 @@ def test_autocast_does_not_lower_the_precision():
 def test_repr_is_one_line():
     graph = pathsgd.trace(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert repr(graph) == "<PathGraph of Sequential: 4 of 4 parameters path-normalised, 1 region>"
+
+
+class StochasticDepth(nn.Module):
+    """Rolls dice in training mode, which export cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        if not (self.training and torch.rand([]) < 0.5):
+            x = self.b(x).relu()
+        return self.c(x)
+
+
+def test_a_model_that_rolls_dice_in_training_mode(capfd):
+    model = StochasticDepth()
+    model.b.eval()
+    graph = pathsgd.trace(model, torch.zeros(2, 4))
+    assert all(info.normalised for info in graph.parameters.values())
+    assert "could not be traced in training mode" in str(graph)
+    assert (model.training, model.b.training) == (True, False)
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import traceback
 import warnings
@@ -25,6 +26,29 @@ def export_at_batch_one(
     """The exported program, and what a reader of the report should know about it."""
     args, kwargs = _on_device_of(model, (args, kwargs))
     _check_example((args, kwargs), batch_dim)
+    try:
+        return _at_batch_one(model, args, kwargs, batch_dim)
+    except TraceError as error:
+        # Some models roll dice in training mode (stochastic depth) that export cannot follow.
+        modes = [(module, module.training) for module in model.modules() if module.training]
+        for module, _ in modes:
+            module.training = False
+        try:
+            if not modes:
+                raise
+            with contextlib.suppress(TraceError):
+                program, notes = _at_batch_one(model, args, kwargs, batch_dim)
+                note = "it could not be traced in training mode, so this is what it computes in eval mode"
+                return program, [note, *notes]
+            raise error
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _at_batch_one(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
+) -> tuple[ExportedProgram, list[str]]:
     cut = _cut_batch((args, kwargs), batch_dim)
     if cut is None:
         return _export(model, args, kwargs), []
@@ -192,12 +216,12 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and the error log of export: what matters of them is raised."""
+    """Without the warnings, the error log and the printed graphs of export: what matters is raised."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
