@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import pathsgd
-from networks import NETWORKS, build
+from networks import NETWORKS
+from networks import build as build_network
 from pathsgd import PathSGD, clip_path_grad_norm_
 from pathsgd.graph.chains import chains
-from pathsgd.optim.kernels import compiled
+from pathsgd.optim.kernels import build
 from pathsgd.optim.kernels.plan import Plan
 
 KINDS = ["blocked", "compiled", "triton"]
@@ -296,7 +297,7 @@ def test_groups_that_differ_in_lr_and_decay(kind):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_what_is_a_chain(network):
-    model, x = build(network)
+    model, x = build_network(network)
     assert bool(chains(pathsgd.trace(model, x))) == (network.__name__ == "Mlp")
 
 
@@ -321,7 +322,7 @@ def test_two_chains_and_what_is_none():
 
 
 def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(build, "function", lambda case: None)
     model, optimizer = train(stack(5, 8, 3))
     assert carried(optimizer)
     with pytest.raises(ValueError, match="needs a C compiler"):
@@ -336,7 +337,7 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiled.library.__wrapped__() is None
+    assert build.function.__wrapped__(build.Case(build.MOVE, coupled=False, p=2)) is None
 
 
 def test_memory_beyond_sgd_is_a_few_vectors():

@@ -19,6 +19,10 @@ from pathsgd.geometry.scales import Gamma, check_p
 from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.optim.kernels import torch_rules
+from pathsgd.optim.kernels.choice import Choice, check_implementation
+from pathsgd.optim.kernels.plan import Plan, Ready
+from pathsgd.optim.kernels.rule import Rule
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
 
@@ -34,12 +38,17 @@ class PathNormalized(Optimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: as in :class:`pathsgd.PathSGD`.
         p: the order of the path norm.
-        graph, max_relative_step, shared, refresh_every, batch_dim: as in :class:`pathsgd.PathSGD`.
+        graph, max_relative_step, shared, refresh_every, batch_dim, implementation: as in
+            :class:`pathsgd.PathSGD`.
         **options: what the base optimizer takes.
 
-    State is kept on h and z, so it survives a rescaling of the model in mid-training. During a step up to six
-    copies of the parameters are held. What a base optimizer does not take (Muon: anything but matrices) it
-    does not take here either.
+    State is kept on h and z, so it survives a rescaling of the model in mid-training. What a base optimizer
+    does not take (Muon: anything but matrices) it does not take here either.
+
+    Stacks of linear layers under torch's SGD, Adagrad, Adam and AdamW are moved by the kernels of PathSGD,
+    with no copies. What they have no rule for is taken to z and back around the base's own step, during which
+    up to six copies of those parameters are held: other optimizers, other layers, and ``dampening``,
+    ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> optimizer = PathNormalized(torch.optim.AdamW, model, lr=1e-3, weight_decay=0.1)
@@ -49,6 +58,7 @@ class PathNormalized(Optimizer):
 
     source: ScaleSource
     base: Optimizer
+    implementation: Choice
 
     def __init__(
         self,
@@ -62,6 +72,7 @@ class PathNormalized(Optimizer):
         shared: Shared = "kappa1",
         refresh_every: int = 1,
         batch_dim: int | None = 0,
+        implementation: Choice = "auto",
         **options: Any,
     ) -> None:
         if isinstance(optimizer_class, (Optimizer, nn.Module)) or not callable(optimizer_class):
@@ -71,6 +82,8 @@ class PathNormalized(Optimizer):
             )
         check_limit(max_relative_step)
         check_shared(shared, check_p(p))
+        self.implementation = check_implementation(implementation)
+        self._plan: Plan | None = None
         source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
         base = optimizer_class(params, **options)
         source.check_known(base.param_groups)
@@ -95,6 +108,8 @@ class PathNormalized(Optimizer):
         """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy) with
         ``refresh_every`` over 1."""
         self.source.refresh()
+        if self._plan is not None:
+            self._plan.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # Called by Optimizer.__init__ for groups the base already holds.
@@ -113,8 +128,8 @@ class PathNormalized(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("base", "source", "p", "max_relative_step")
-        return {name: getattr(self, name) for name in kept}
+        kept = ("base", "source", "p", "max_relative_step", "implementation")
+        return {**{name: getattr(self, name) for name in kept}, "_plan": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,17 +139,48 @@ class PathNormalized(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs a single optimization step of the base optimizer in invariant coordinates."""
         work = [p for group in self.param_groups for p in group["params"]]
+        chains: list[Ready] = []
         if closure is None:
             work = [p for p in work if p.grad is not None]
-        gammas = self.source.gammas_of(work, self.p)
-        inside = [(p, g) for p, g in zip(work, gammas, strict=True) if g is not None]
+            chains = self._by_kernel()
+        moved = {id(p) for chain in chains for p in chain.parameters}
+        rest = [p for p in work if id(p) not in moved]
+        gammas = self.source.gammas_of(rest, self.p)
+        inside = [(p, g) for p, g in zip(rest, gammas, strict=True) if g is not None]
         # A closure may raise in the middle of a step, when what falls back has moved too.
-        outside = [p for p, g in zip(work, gammas, strict=True) if g is None] if closure is not None else []
-        chart = _Chart(inside, outside, self._limit())
-        with torch.no_grad(), chart.entered():
+        outside = [p for p, g in zip(rest, gammas, strict=True) if g is None] if closure is not None else []
+        chart = _Chart(inside, outside, self._limit() if inside else None)
+        with torch.no_grad(), _hidden(chains), chart.entered():
             loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
+        with torch.no_grad():
+            torch_rules.count(self.base, (p for chain in chains for p in chain.parameters))
+            for chain in chains:
+                chain.step()
         self.source.stepped()
         return loss
+
+    def _by_kernel(self) -> list[Ready]:
+        """The chains that kernels move."""
+        if (
+            self.max_relative_step is not None
+            or self.source.refresh_every > 1
+            or torch.compiler.is_compiling()
+        ):
+            return []
+        rules: dict[int, Rule] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                rule = torch_rules.rule_of(self.base, group, p, self.p) if p.grad is not None else None
+                if rule is not None:
+                    torch_rules.prepare(self.base, group, p)
+                    rules[id(p)] = rule
+        if not rules:
+            return []
+        self.source.check_identity()
+        if self._plan is None:
+            named = dict(self.source.model.named_parameters())
+            self._plan = Plan(self.source.traced(), named, self.implementation)
+        return self._plan.ready(rules, lambda p: torch_rules.state_of(self.base, p), self.source.gammas)
 
     def _limit(self) -> Limit | None:
         bound = self.max_relative_step
@@ -146,6 +192,20 @@ class PathNormalized(Optimizer):
             return self.source.limited(found, parameters, weights, steps, [bound] * len(steps), self.p)
 
         return limit
+
+
+@contextmanager
+def _hidden(chains: list[Ready]) -> Iterator[None]:
+    """Inside, the base optimizer finds no gradients on what kernels move: it leaves that alone."""
+    parameters = [p for chain in chains for p in chain.parameters]
+    grads = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
 
 
 class _Chart:

@@ -15,8 +15,8 @@ from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.optim.kernels.choice import Choice, check_implementation
-from pathsgd.optim.kernels.layer import Rule
 from pathsgd.optim.kernels.plan import Plan, Ready
+from pathsgd.optim.kernels.rule import Rule, State
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
 from pathsgd.optim.update import by_foreach, invariant_steps, move, rates_of
@@ -228,9 +228,9 @@ class PathSGD(Optimizer):
         if self._plan is None:
             named = dict(self.source.model.named_parameters())
             self._plan = Plan(self.source.traced(), named, self.implementation)
-        return self._plan.ready(rules, self._momentum_of, self.source.gammas)
+        return self._plan.ready(rules, self._state_of, self.source.gammas)
 
-    def _momentum_of(self, parameter: Tensor) -> Tensor:
+    def _state_of(self, parameter: Tensor) -> State:
         """Kernels write their momentum in place, so it has to be there: zero before the first step."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -238,7 +238,7 @@ class PathSGD(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 parameter, dtype=dtype, memory_format=torch.contiguous_format
             )
-        return state["momentum_buffer"]
+        return (state["momentum_buffer"],)
 
     def _collect(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
         """A group's parameters with their steps in invariant coordinates."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.chains import Chain
-from pathsgd.optim.kernels import compiled
+from pathsgd.optim.kernels import build, compiled
 from pathsgd.optim.kernels.compiled import Compiled
 from pathsgd.optim.kernels.layer import Implementation, LayerTensors
 from pathsgd.optim.kernels.plain import Plain
@@ -29,7 +29,7 @@ def check_implementation(implementation: object) -> Choice:
         raise ValueError(
             f"Invalid implementation: {implementation!r} (one of {', '.join(map(repr, get_args(Choice)))})"
         )
-    if implementation == "compiled" and compiled.library() is None:
+    if implementation == "compiled" and not build.available():
         raise ValueError("implementation='compiled' needs a C compiler (cc, gcc, clang or $CC); use 'auto'")
     if implementation == "triton" and not has_triton():
         raise ValueError("implementation='triton' needs the package triton; use 'auto'")
@@ -75,7 +75,10 @@ def _alike(layers: Sequence[LayerTensors]) -> bool:
         for t in (layer.weight, layer.weight_grad, layer.bias, layer.bias_grad)
         if t is not None
     ]
+    states = [s for layer in layers for s in (*layer.weight_state, *layer.bias_state)]
     first = tensors[0]
-    return first.is_floating_point() and all(
-        (t.device, t.dtype, t.layout) == (first.device, first.dtype, torch.strided) for t in tensors
+    return (
+        all(s.is_contiguous() and s.device == first.device for s in states)
+        and first.is_floating_point()
+        and all((t.device, t.dtype, t.layout) == (first.device, first.dtype, torch.strided) for t in tensors)
     )

@@ -3,8 +3,7 @@
 With ``gamma_in`` one number per column and ``gamma_out`` one per row of W, before the power 2/p:
 
     s = gamma_out^(-1/p) gamma_in^(-1/p)          the inverse root of gamma, an outer product
-    h = g s;  b = momentum b + h                  in invariant coordinates
-    w = (1 - lr decay) w - lr b s                 and the bias likewise, with gamma_in = 1
+    w, state = moved(w, g, state, s)              see rule.py; the bias likewise, with gamma_in = 1
     next gamma_in  of the rows    = sum over columns of |w|^p (next gamma_in of the columns) + |bias|^p
     next gamma_out of the columns = sum over rows of |w|^p (next gamma_out of the rows)
 
@@ -15,41 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Rule:
-    """The numbers of a step."""
-
-    lr: float | Tensor
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    maximize: bool = False
-    p: float = 2
-
-    def goes_with(self, other: Rule) -> bool:
-        """Whether both can move parts of one chain: groups may differ in lr and decay."""
-        return replace(self, lr=0.0, weight_decay=0.0) == replace(other, lr=0.0, weight_decay=0.0)
+from pathsgd.optim.kernels.rule import Rule, State
 
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """One layer's parameters with what moves them. Momentum is None where there is none."""
+    """One layer's parameters with what moves them."""
 
     rule: Rule
     bias_rule: Rule
     weight: Tensor
     weight_grad: Tensor
-    weight_momentum: Tensor | None = None
+    weight_state: State = ()
     bias: Tensor | None = None
     bias_grad: Tensor | None = None
-    bias_momentum: Tensor | None = None
+    bias_state: State = ()
 
     @property
     def rows(self) -> int:
@@ -88,30 +72,3 @@ class Implementation(Protocol):
 
     def trusted(self) -> bool:
         """Whether plain floats are still enough for these gammas, as far as is known without waiting."""
-
-
-def powered(w: Tensor, p: int) -> Tensor:
-    """``|w|^p`` for p = 1, 2, 4."""
-    if p == 1:
-        return w.abs()
-    return w * w if p == 2 else (w * w) * (w * w)
-
-
-def inverse_root(x: Tensor, p: int) -> Tensor:
-    """``x^(-1/p)``, and 0 for a dead unit."""
-    root = x if p == 1 else x.sqrt() if p == 2 else x.sqrt().sqrt()
-    return torch.where(root > 0, 1 / root, 0)
-
-
-def moved(
-    weight: Tensor, grad: Tensor, momentum: Tensor | None, scale: Tensor, rule: Rule
-) -> tuple[Tensor, Tensor | None]:
-    """(new weight, new momentum) by the formulas above, in the dtype of ``scale``."""
-    h = grad.to(scale.dtype) * scale
-    if rule.maximize:
-        h = -h
-    if momentum is not None:
-        momentum = rule.momentum * momentum + h
-        h = h + rule.momentum * momentum if rule.nesterov else momentum
-    decayed = weight.to(scale.dtype) * (1 - rule.lr * rule.weight_decay)
-    return decayed - rule.lr * (h * scale), momentum

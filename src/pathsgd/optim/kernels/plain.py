@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.range import safe_range
-from pathsgd.optim.kernels.layer import LayerTensors, inverse_root, moved, powered
+from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.rule import State, inverse_root, moved, powered
 
 BLOCK = 1 << 20
 """Entries of a block: a few such blocks stay in the cache that the cores share, and a call of torch costs
@@ -64,34 +65,46 @@ class Plain:
         self._keep(k, layer, row_parts, column_sums)
 
     def _move(self, k: int, rows: slice, layer: LayerTensors, block: Tensor) -> None:
-        """The formulas of layer.py, written so that few passes over a block are made."""
+        if layer.rule.method == "sgd" and not layer.rule.coupled:
+            self._move_by_sgd(k, rows, layer, block)
+            return
+        scale = torch.mul(self.out[k][rows, None], self.into[k], out=block)
+        state = tuple(s[rows] for s in layer.weight_state)
+        _write(
+            layer.weight[rows],
+            state,
+            moved(layer.weight[rows], layer.weight_grad[rows], state, scale, layer.rule),
+        )
+
+    def _move_by_sgd(self, k: int, rows: slice, layer: LayerTensors, block: Tensor) -> None:
+        """The formulas of rule.py, written so that few passes over a block are made."""
         rule = layer.rule
         weight, grad = layer.weight[rows], layer.weight_grad[rows]
         tail, head = self.into[k], self.out[k][rows, None]
-        sign = -1.0 if rule.maximize else 1.0
-        if layer.weight_momentum is None:
+        if not layer.weight_state:
             torch.mul(grad, tail * tail, out=block)
-            block.mul_(head * head * (-rule.lr * sign))
+            block.mul_(head * head * (-rule.lr * rule.sign))
         else:
-            momentum = layer.weight_momentum[rows]
+            momentum = layer.weight_state[0][rows]
             torch.mul(grad, tail, out=block)
-            block.mul_(head * sign)
+            block.mul_(head * rule.sign)
             momentum.mul_(rule.momentum).add_(block)
             step = block.add_(momentum, alpha=rule.momentum) if rule.nesterov else momentum
             torch.mul(step, tail, out=block)
             block.mul_(head * -rule.lr)
-        if rule.weight_decay:
-            weight.mul_(1 - rule.lr * rule.weight_decay)
+        if rule.weight_decay and rule.decay == "live":
+            live = ((head > 0) & (tail > 0)).to(block.dtype)
+            weight.mul_(1 - live * (rule.lr * rule.weight_decay))
+        elif rule.weight_decay:
+            weight.mul_(rule.shrink())
         weight.add_(block)
 
     def _move_bias(self, k: int, layer: LayerTensors) -> None:
         if layer.bias is None:
             return
         assert layer.bias_grad is not None
-        bias, momentum = moved(layer.bias, layer.bias_grad, layer.bias_momentum, self.out[k], layer.bias_rule)
-        layer.bias.copy_(bias)
-        if layer.bias_momentum is not None and momentum is not None:
-            layer.bias_momentum.copy_(momentum)
+        state = layer.bias_state
+        _write(layer.bias, state, moved(layer.bias, layer.bias_grad, state, self.out[k], layer.bias_rule))
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -120,6 +133,12 @@ class Plain:
             return True
         least, largest = torch.aminmax(alive)
         return bool(least >= low) and bool(largest <= high)
+
+
+def _write(weight: Tensor, state: State, new: tuple[Tensor, State]) -> None:
+    weight.copy_(new[0])
+    for kept, value in zip(state, new[1], strict=True):
+        kept.copy_(value)
 
 
 def _powered_into(block: Tensor, weight: Tensor, p: int) -> Tensor:

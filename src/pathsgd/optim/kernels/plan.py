@@ -12,7 +12,8 @@ from pathsgd.graph.chains import Chain, Layer, chains
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.kernels.chain import ChainStep
 from pathsgd.optim.kernels.choice import POWERS, Choice, implementation_for, make
-from pathsgd.optim.kernels.layer import LayerTensors, Rule
+from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.rule import Rule, State
 
 
 class Ready(NamedTuple):
@@ -38,7 +39,7 @@ class Plan:
     def ready(
         self,
         rules: Mapping[int, Rule],
-        momentum_of: Callable[[Tensor], Tensor | None],
+        state_of: Callable[[Tensor], State],
         measure: Callable[[float], Scales],
     ) -> list[Ready]:
         """The chains all of whose parameters have a rule (by their ids) that goes with the others', each with
@@ -53,7 +54,7 @@ class Plan:
                 continue
             if not all(rule.goes_with(own[0]) for rule in own):
                 continue
-            layers = [self._tensors(layer, rules, momentum_of) for layer in chain]
+            layers = [self._tensors(layer, rules, state_of) for layer in chain]
             step = self._step_for(chain, layers)
             if step is None:
                 continue
@@ -82,17 +83,17 @@ class Plan:
         return self._steps[key]
 
     def _tensors(
-        self, layer: Layer, rules: Mapping[int, Rule], momentum_of: Callable[[Tensor], Tensor | None]
+        self, layer: Layer, rules: Mapping[int, Rule], state_of: Callable[[Tensor], State]
     ) -> LayerTensors:
         weight = self.parameters[layer.weight]
         bias = None if layer.bias is None else self.parameters[layer.bias]
         rule = rules[id(weight)]
         bias_rule = rule if bias is None else rules[id(bias)]
         assert weight.grad is not None
-        momentum = momentum_of if rule.momentum else lambda _: None
+        state = state_of if rule.states else lambda _: ()
         if bias is None:
-            return LayerTensors(rule, bias_rule, weight.detach(), weight.grad, momentum(weight))
+            return LayerTensors(rule, bias_rule, weight.detach(), weight.grad, state(weight))
         return LayerTensors(
-            rule, bias_rule, weight.detach(), weight.grad, momentum(weight), bias.detach(), bias.grad,
-            momentum(bias),
+            rule, bias_rule, weight.detach(), weight.grad, state(weight), bias.detach(), bias.grad,
+            state(bias),
         )  # fmt: skip

@@ -7,6 +7,7 @@ Everything stays on the device, at fixed addresses, so a step can be captured in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathsgd.geometry.range import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.rule import Rule
 
 ROWS, COLUMNS, WARPS, STAGES = 16, 512, 4, 1
 """The block of a layer that a program works on at a time."""
@@ -101,33 +103,39 @@ class OnGpu:
 
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         rule, bias_rule = layer.rule, layer.bias_rule
-        rates = (rule.lr, bias_rule.lr)
-        on_device = all(isinstance(lr, Tensor) and lr.device == self.device for lr in rates)
         unused = self.parts  # a place for pointers that are not looked at
-        has_bias = layer.bias is not None
+        first, second = rule.betas
+
+        def place(tensor: Tensor | None) -> Tensor:
+            return unused if tensor is None else tensor
 
         def parts(vectors: list[_Vector], j: int, wanted: bool = True) -> Tensor:
             return self.parts[vectors[j].offset :] if wanted else unused
 
+        lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
+        step, step_on_device = self._numbers(rule.step, bias_rule.step)
+        gradient = layer.weight_grad if move else layer.weight
         layer_kernel[(self.strips[k], triton.cdiv(layer.rows, self.rows_each[k]))](
-            layer.weight, layer.weight_grad if move else layer.weight,
-            unused if layer.weight_momentum is None else layer.weight_momentum,
-            *(
-                unused if tensor is None else tensor
-                for tensor in (layer.bias, layer.bias_grad, layer.bias_momentum)
-            ),
+            layer.weight, gradient, *(*layer.weight_state, unused, unused)[:2],
+            place(layer.bias), place(layer.bias_grad), *(*layer.bias_state, unused, unused)[:2],
             self.inverse[self.out[k].place :], self.inverse[self.into[k].place :],
             parts(self.into, k), self.into[k].parts, parts(self.out, k), self.out[k].parts,
             parts(self.into, k + 1 if into else 0, into), parts(self.out, k - 1 if out else 0, out),
-            layer.rows, layer.columns, self.rows_each[k], *layer.weight.stride(),
-            *(layer.weight_grad if move else layer.weight).stride(),
-            *(0.0 if on_device else float(lr) for lr in rates),
-            *(lr if on_device else unused for lr in rates),
-            rule.momentum, rule.weight_decay, bias_rule.weight_decay, -1.0 if rule.maximize else 1.0,
-            LR_ON_DEVICE=on_device, MOVE=move, MOMENTUM=layer.weight_momentum is not None,
-            NESTEROV=rule.nesterov, BIAS=has_bias, INTO=into, OUT=out, P=self.p,
-            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
+            layer.rows, layer.columns, self.rows_each[k], *layer.weight.stride(), *gradient.stride(),
+            *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.sign, rule.momentum, rule.lr_decay,
+            first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
+            LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
+            NESTEROV=rule.nesterov, DECAY=rule.decay, BIAS=layer.bias is not None, INTO=into, OUT=out,
+            P=self.p, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
+
+    def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
+        """(value, place) of each for the kernel, and whether it should look there."""
+        on_device = all(isinstance(value, Tensor) and value.device == self.device for value in values)
+        found: list[float | Tensor] = []
+        for value in values:
+            found += [0.0, value] if on_device else [float(value), self.parts]
+        return found, on_device
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -154,6 +162,15 @@ class OnGpu:
             # Without waiting: what is read is what an earlier look brought here.
             self._seen.copy_(self.flag, non_blocking=True)
         return int(self._seen) == 0
+
+
+def _method(rule: Rule) -> int:
+    """SGD, MOMENTUM, ADAGRAD or ADAM of code.py."""
+    return {"sgd": rule.states, "adagrad": 2, "adam": 3}[rule.method]
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _processors(device: torch.device) -> int:

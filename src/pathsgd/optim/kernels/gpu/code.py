@@ -8,6 +8,11 @@ atomically, so a step gives the same bits every time. ``finish_kernel`` adds up 
 import triton
 import triton.language as tl
 
+SGD: tl.constexpr = tl.constexpr(0)
+MOMENTUM: tl.constexpr = tl.constexpr(1)
+ADAGRAD: tl.constexpr = tl.constexpr(2)
+ADAM: tl.constexpr = tl.constexpr(3)
+
 
 @triton.jit
 def _power(w, P: tl.constexpr):
@@ -19,16 +24,55 @@ def _power(w, P: tl.constexpr):
 
 
 @triton.jit
-def _move(w, g, m, scale, lr, momentum, decay, sign, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
-    """(new weight, new momentum): the formulas of layer.py."""
+def _read(value, pointer, ON_DEVICE: tl.constexpr):
+    """A number that is known when the kernel is launched, or only on the device."""
+    if ON_DEVICE:
+        value = tl.load(pointer).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD: tl.constexpr):
+    """(rate, correction, shrink) of rule.py."""
+    rate, correction = lr, 1.0
+    if METHOD == ADAGRAD:
+        rate = lr / (1.0 + (step - 1.0) * lr_decay)
+    if METHOD == ADAM:
+        # In fp64, since 1 - beta^step cancels.
+        count = (step + lr * 0.0).to(tl.float64)
+        rate = lr / (1.0 - tl.exp(count * log_first)).to(tl.float32)
+        correction = 1.0 / tl.sqrt((1.0 - tl.exp(count * log_second)).to(tl.float32))
+    return rate, correction, 1.0 - lr * weight_decay
+
+
+@triton.jit
+def _move(
+    w, g, m, v, scale, rate, correction, shrink, coupled, sign, momentum, first, rest_first, second,
+    rest_second, eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """(new weight, new state): the formulas of rule.py."""
     h = sign * g * scale
-    if MOMENTUM:
+    live = scale > 0
+    if DECAY == "coupled":
+        h += coupled * tl.where(live, w / tl.where(live, scale, 1.0), 0.0)
+    if METHOD == MOMENTUM:
         m = momentum * m + h
         if NESTEROV:
             h = h + momentum * m
         else:
             h = m
-    return w * decay - lr * (h * scale), m
+    if METHOD == ADAGRAD:
+        m = m + h * h
+        h = h / (tl.sqrt_rn(m) + eps)
+    if METHOD == ADAM:
+        m = first * m + rest_first * h
+        v = second * v + rest_second * (h * h)
+        h = m / (tl.sqrt_rn(v) * correction + eps)
+    if DECAY == "all":
+        w = w * shrink
+    if DECAY == "live":
+        w = w * tl.where(live, shrink, 1.0)
+    return w - rate * (h * scale), m, v
 
 
 @triton.jit
@@ -45,48 +89,61 @@ def _total(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def layer_kernel(
-    w_ptr, g_ptr, m_ptr, bias_ptr, bias_g_ptr, bias_m_ptr, inverse_out, inverse_into,
+    w_ptr, g_ptr, m_ptr, v_ptr, bias_ptr, bias_g_ptr, bias_m_ptr, bias_v_ptr, inverse_out, inverse_into,
     next_into, next_into_parts, next_out, next_out_parts, row_parts, column_parts,
     rows, columns, rows_each, w_row, w_column, g_row, g_column,
-    lr_value, bias_lr_value, lr_ptr, bias_lr_ptr, momentum, weight_decay, bias_weight_decay, sign,
-    LR_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    lr_value, lr_ptr, bias_lr_value, bias_lr_ptr, step_value, step_ptr, bias_step_value, bias_step_ptr,
+    weight_decay, bias_weight_decay, sign, momentum, lr_decay, first, rest_first, log_first,
+    second, rest_second, log_second, eps,
+    LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0), tl.program_id(1)
     n = strip * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n < columns
-    lr, bias_lr = lr_value, bias_lr_value
-    if LR_ON_DEVICE:
-        lr, bias_lr = tl.load(lr_ptr).to(tl.float32), tl.load(bias_lr_ptr).to(tl.float32)
-    decay, bias_decay = 1.0 - lr * weight_decay, 1.0 - bias_lr * bias_weight_decay
     if MOVE:
+        lr = _read(lr_value, lr_ptr, LR_ON_DEVICE)
+        step = _read(step_value, step_ptr, STEP_ON_DEVICE)
+        rate, correction, shrink = _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD)
+        bias_lr = _read(bias_lr_value, bias_lr_ptr, LR_ON_DEVICE)
+        bias_step = _read(bias_step_value, bias_step_ptr, STEP_ON_DEVICE)
+        bias_rate, bias_correction, bias_shrink = _rates(
+            bias_lr, bias_step, bias_weight_decay, lr_decay, log_first, log_second, METHOD
+        )
         tail = tl.load(inverse_into + n, n_mask, 0.0)
     if INTO:
         into = _total(next_into, next_into_parts, columns, n, n_mask, 8)
     if OUT:
         # Added up over the rows of a block only at the end: that takes all threads together.
         column_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    first = share * rows_each
-    last = tl.minimum(first + rows_each, rows)
-    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+    first_row = share * rows_each
+    last_row = tl.minimum(first_row + rows_each, rows)
+    for start in tl.range(first_row, last_row, ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)
-        r_mask = r < last
+        r_mask = r < last_row
         mask = r_mask[:, None] & n_mask[None, :]
         w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
         w = tl.load(w_at, mask, 0.0).to(tl.float32)
         if MOVE:
             head = tl.load(inverse_out + r, r_mask, 0.0)
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
-            g = tl.load(g_at, mask, 0.0).to(tl.float32)
-            m_at = m_ptr + r[:, None].to(tl.int64) * columns + n[None, :]
-            m = g
-            if MOMENTUM:
-                m = tl.load(m_at, mask, 0.0).to(tl.float32)
-            scale = head[:, None] * tail[None, :]
-            w, m = _move(w, g, m, scale, lr, momentum, decay, sign, MOMENTUM, NESTEROV)
-            if MOMENTUM:
-                tl.store(m_at, m.to(m_ptr.dtype.element_ty), mask)
+            # Gradients are not looked at again: the cache is better kept for the weights.
+            g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+            state_at = r[:, None].to(tl.int64) * columns + n[None, :]
+            m, v = g, g
+            if METHOD != SGD:
+                m = tl.load(m_ptr + state_at, mask, 0.0).to(tl.float32)
+            if METHOD == ADAM:
+                v = tl.load(v_ptr + state_at, mask, 0.0).to(tl.float32)
+            w, m, v = _move(
+                w, g, m, v, head[:, None] * tail[None, :], rate, correction, shrink, weight_decay, sign,
+                momentum, first, rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
+            )  # fmt: skip
+            if METHOD != SGD:
+                tl.store(m_ptr + state_at, m.to(m_ptr.dtype.element_ty), mask)
+            if METHOD == ADAM:
+                tl.store(v_ptr + state_at, v.to(v_ptr.dtype.element_ty), mask)
             stored = w.to(w_ptr.dtype.element_ty)
             tl.store(w_at, stored, mask)
             w = stored.to(tl.float32)
@@ -94,14 +151,20 @@ def layer_kernel(
             bias = tl.load(bias_ptr + r, r_mask, 0.0).to(tl.float32)
             if MOVE:
                 bias_g = tl.load(bias_g_ptr + r, r_mask, 0.0).to(tl.float32)
-                bias_m = bias_g
-                if MOMENTUM:
+                bias_m, bias_v = bias_g, bias_g
+                if METHOD != SGD:
                     bias_m = tl.load(bias_m_ptr + r, r_mask, 0.0).to(tl.float32)
-                bias, bias_m = _move(
-                    bias, bias_g, bias_m, head, bias_lr, momentum, bias_decay, sign, MOMENTUM, NESTEROV
-                )
-                if MOMENTUM:
+                if METHOD == ADAM:
+                    bias_v = tl.load(bias_v_ptr + r, r_mask, 0.0).to(tl.float32)
+                bias, bias_m, bias_v = _move(
+                    bias, bias_g, bias_m, bias_v, head, bias_rate, bias_correction, bias_shrink,
+                    bias_weight_decay, sign, momentum, first, rest_first, second, rest_second, eps,
+                    METHOD, NESTEROV, DECAY,
+                )  # fmt: skip
+                if METHOD != SGD:
                     tl.store(bias_m_ptr + r, bias_m.to(bias_m_ptr.dtype.element_ty), r_mask)
+                if METHOD == ADAM:
+                    tl.store(bias_v_ptr + r, bias_v.to(bias_v_ptr.dtype.element_ty), r_mask)
                 bias_stored = bias.to(bias_ptr.dtype.element_ty)
                 tl.store(bias_ptr + r, bias_stored, r_mask)
                 bias = bias_stored.to(tl.float32)

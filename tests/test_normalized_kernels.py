@@ -1,0 +1,221 @@
+"""Torch's optimizers in path coordinates by kernels, against the chart that takes weights to z and back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+import pathsgd
+from pathsgd import PathNormalized
+from pathsgd.graph.chains import chains
+from pathsgd.optim.kernels.gpu.chain import OnGpu
+from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.rule import Rule, moved
+from test_kernels import KINDS, assert_close, carried, stack
+
+OPTIMIZERS = {
+    "SGD": (SGD, {"lr": 1e-3}),
+    "SGD, decay": (SGD, {"lr": 1e-3, "weight_decay": 0.1}),
+    "momentum, decay": (SGD, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
+    "Nesterov": (SGD, {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adagrad": (Adagrad, {"lr": 1e-2}),
+    "Adagrad, decays": (
+        Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1},
+    ),
+    "Adam": (Adam, {"lr": 1e-3}),
+    "Adam, decay": (Adam, {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3}),
+    "AdamW": (AdamW, {"lr": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    "Adam, p = 1": (Adam, {"lr": 1e-3, "p": 1}),
+    "Adagrad, p = 4": (Adagrad, {"lr": 1e-3, "p": 4}),
+}
+
+
+def train(model, name, steps=5, optimizer=None, between=None, **options):
+    """The model after some steps of an optimizer of the list, and that optimizer."""
+    torch.manual_seed(0)
+    kind, own = OPTIMIZERS[name]
+    optimizer = optimizer or PathNormalized(kind, model, **{**own, **options})
+    parameter = next(model.parameters())
+    x = torch.randn(20, model[0].in_features, dtype=torch.float64).to(parameter.dtype)
+    y = torch.randint(model[-1].out_features, (20,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        if between is not None:
+            between(model)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_take_the_steps_of_the_chart(kind, name):
+    model = stack(7, 20, 33, 5)
+    expected, chart = train(copy.deepcopy(model), name, implementation="reference")
+    found, optimizer = train(model, name, implementation=kind)
+    assert carried(optimizer)
+    assert_close(found, expected)
+    for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        ours, theirs = optimizer.state[p], chart.state[q]
+        assert set(ours) == set(theirs)
+        for key, value in theirs.items():
+            assert (ours[key].shape, ours[key].dtype) == (value.shape, value.dtype)
+            torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_double_precision_they_agree_to_rounding(name):
+    model = stack(7, 20, 33, 5, dtype=torch.float64)
+    expected, _ = train(copy.deepcopy(model), name, implementation="reference", steps=10)
+    found, optimizer = train(model, name, implementation="blocked", steps=10)
+    assert carried(optimizer)
+    assert_close(found, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["blocked", "compiled"])
+@pytest.mark.parametrize("name", ["momentum, decay", "Adagrad, decays", "AdamW"])
+def test_a_hundred_steps(kind, name):
+    """With gradients that are given: a network's own would amplify the rounding of its forward pass."""
+    model = stack(20, 64, 64, 10)
+
+    def train(model, steps=100, **options):
+        generator = torch.Generator().manual_seed(0)
+        optimizer = PathNormalized(OPTIMIZERS[name][0], model, **OPTIMIZERS[name][1], **options)
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * 1e-2
+            optimizer.step()
+        return model
+
+    start = copy.deepcopy(model)
+    expected = train(copy.deepcopy(model), implementation="reference")
+    assert_close(train(model, implementation=kind), expected)
+    assert not torch.allclose(model[2].weight, start[2].weight, rtol=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["momentum, decay", "Adagrad, decays", "Adam, decay", "AdamW"])
+def test_rescaled_copies_give_the_same_bits(kind, name):
+    model = stack(7, 20, 33, 5)
+    other = copy.deepcopy(model)
+    scales = {
+        (str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k in (0, 2) for n in range(model[k].out_features)
+    }
+    pathsgd.rescale(other, None, scales)
+    for m in (model, other):
+        train(m, name, implementation=kind)
+    x = torch.randn(3, 7)
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["SGD, decay", "momentum, decay", "Adam, decay", "AdamW"])
+def test_dead_units_stay_where_they_are(kind, name):
+    """z of a weight on no path is zero whatever the weight is: nothing moves it."""
+    model = stack(4, 6, 5, 3)
+
+    def cut(model):
+        """Nothing leaves unit 1 of the first layer, and nothing is going to."""
+        model[2].weight.grad[:, 1] = 0
+
+    with torch.no_grad():
+        model[2].weight[:, 1] = 0
+    before = model[0].weight[1].clone()
+    expected, _ = train(copy.deepcopy(model), name, implementation="reference", between=cut)
+    train(model, name, implementation=kind, between=cut)
+    assert torch.equal(model[0].weight[1], before)
+    assert_close(model, expected)
+
+
+@pytest.mark.parametrize("name", ["momentum, decay", "Adagrad, decays", "AdamW"])
+def test_a_run_may_go_from_kernels_to_chart_and_back(name):
+    model = stack(5, 8, 7, 3)
+    expected, _ = train(copy.deepcopy(model), name, steps=9, implementation="reference")
+    saved = None
+    for kind in ("compiled", "reference", "blocked"):
+        optimizer = PathNormalized(OPTIMIZERS[name][0], model, implementation=kind, **OPTIMIZERS[name][1])
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        train(model, name, steps=3, optimizer=optimizer)
+        saved = optimizer.state_dict()
+    assert_close(model, expected)
+
+
+def test_a_step_counted_on_the_device():
+    """As Adam does when it is capturable; lr there too."""
+    torch.manual_seed(0)
+    model = stack(4, 6, 3)
+    (chain,) = chains(pathsgd.trace(model))
+    kernels = OnGpu(chain, 2, torch.device("cpu"))
+    kernels.start([torch.full((4,), 2.0), torch.ones(6)], [torch.full((6,), 0.5), torch.ones(3)])
+    step = torch.tensor(3.0)
+    numbers = {"method": "adam", "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decay": "live"}
+    rule = Rule(lr=torch.tensor(1e-2), step=step, **numbers)
+    weight, grad = model[0].weight.detach(), torch.randn(6, 4)
+    state = (torch.randn(6, 4), torch.rand(6, 4))
+    known = Rule(lr=1e-2, step=3.0, **numbers)
+    wanted, wanted_state = moved(weight.clone(), grad, state, torch.ones(6, 4), known)
+    kernels.update(0, LayerTensors(rule, rule, weight, grad, state), into=True, out=False)
+    torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state, wanted_state, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_in_no_chain_moves_with_the_chart_in_the_same_step():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+            self.flat = nn.Sequential(nn.Linear(25, 6), nn.ReLU(), nn.Linear(6, 2))
+
+        def forward(self, x):
+            return self.image(x).sum((2, 3)), self.flat(x.flatten(1))
+
+    torch.manual_seed(0)
+    model = Two()
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 1, 5, 5)
+    for m, kind in ((model, "auto"), (other, "reference")):
+        optimizer = PathNormalized(AdamW, m, x, lr=1e-3, implementation=kind)
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum(y.square().sum() for y in m(x)).backward()
+            optimizer.step()
+            assert all(p.grad is not None for p in m.parameters())
+    assert_close(model, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SGD, {"momentum": 0.9, "dampening": 0.1}),
+        (Adam, {"amsgrad": True}),
+        (torch.optim.RMSprop, {}),
+        (type("Mine", (AdamW,), {}), {}),
+        (AdamW, {"max_relative_step": 0.1}),
+        (AdamW, {"refresh_every": 2}),
+    ],
+)
+def test_what_kernels_have_no_rule_for_goes_by_the_chart(kind, options):
+    model = stack(5, 8, 3)
+    optimizer = PathNormalized(kind, model, lr=1e-3, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    assert optimizer._plan is None or not optimizer._plan._steps
+
+
+def test_no_copies_of_the_parameters():
+    """Torch's own state and a few vectors, and during the step no more than that."""
+    model = stack(300, 400, 500, 10)
+    _, optimizer = train(model, "AdamW", steps=2)
+    (step,) = optimizer._plan._steps.values()
+    vectors = (step.implementation.into, step.implementation.out)
+    assert sum(t.numel() for kept in vectors for t in kept.values()) <= 2 * (300 + 400 + 500 + 10)
+    state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.dim()]
+    assert sum(t.numel() for t in state) == 2 * sum(p.numel() for p in model.parameters())
