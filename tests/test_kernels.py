@@ -337,7 +337,7 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.function.__wrapped__(build.Case(build.MOVE, coupled=False, p=2)) is None
+    assert build.function.__wrapped__(build.Case(build.MOVE, p=2)) is None
 
 
 def test_memory_beyond_sgd_is_a_few_vectors():

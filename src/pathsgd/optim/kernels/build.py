@@ -25,8 +25,10 @@ class Case(NamedTuple):
     """What the loops of update.c are compiled for."""
 
     kind: int
-    coupled: bool
     p: int
+    coupled: bool = False
+    live: bool = False
+    nesterov: bool = False
 
 
 SUMS, MOVE, DECAY, MOMENTUM, ADAGRAD, ADAM = range(6)
@@ -41,7 +43,7 @@ def function(case: Case) -> Callable[..., None] | None:
         return None
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pathsgd"
-    defines = (f"-DKIND={case.kind}", f"-DCOUPLED={int(case.coupled)}", f"-DP={case.p}")
+    defines = tuple(f"-D{name.upper()}={int(value)}" for name, value in case._asdict().items())
     for options in ((*OPTIONS, native, *defines), (*OPTIONS, *defines)):
         key = hashlib.sha256(repr((SOURCE.read_text(), compiler, options, _processor())).encode()).hexdigest()
         target = folder / f"update-{key[:16]}.so"
@@ -60,7 +62,7 @@ def function(case: Case) -> Callable[..., None] | None:
 
 def available() -> bool:
     """Whether a compiler is at hand and works."""
-    return function(Case(MOVE, coupled=False, p=2)) is not None
+    return function(Case(MOVE, p=2)) is not None
 
 
 def _compile(compiler: str, options: Sequence[str], target: Path) -> None:

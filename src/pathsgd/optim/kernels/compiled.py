@@ -28,7 +28,7 @@ class Numbers(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_float) for name in (
-            "rate", "sign", "shrink", "shrink_dead", "coupled", "momentum", "take_h", "take_b",
+            "rate", "sign", "shrink", "coupled", "momentum",
             "first", "rest_first", "second", "rest_second", "correction", "eps",
         )
     )  # fmt: skip
@@ -76,32 +76,21 @@ class Compiled(Plain):
 
 
 def case_of(rule: Rule, move: bool = True) -> Case:
+    p = int(rule.p)
     if not move:
-        return Case(SUMS, coupled=False, p=int(rule.p))
+        return Case(SUMS, p)
     sgd = MOMENTUM if rule.states else DECAY if rule.weight_decay else MOVE
     kind = {"sgd": sgd, "adagrad": ADAGRAD, "adam": ADAM}[rule.method]
-    return Case(kind, bool(rule.coupled), int(rule.p))
+    live = rule.decay == "live" and rule.weight_decay != 0
+    return Case(kind, p, coupled=bool(rule.coupled), live=live, nesterov=rule.nesterov)
 
 
 def numbers_of(rule: Rule) -> Numbers:
     first, second = rule.betas
-    shrink = float(rule.shrink())
     return Numbers(
-        rate=float(rule.rate()),
-        sign=rule.sign,
-        shrink=shrink,
-        shrink_dead=1.0 if rule.decay == "live" else shrink,
-        coupled=rule.coupled,
-        momentum=rule.momentum,
-        take_h=1.0 if rule.nesterov else 0.0,
-        take_b=rule.momentum if rule.nesterov else 1.0,
-        first=first,
-        rest_first=1 - first,
-        second=second,
-        rest_second=1 - second,
-        correction=float(rule.correction()),
-        eps=rule.eps,
-    )
+        float(rule.rate()), rule.sign, float(rule.shrink()), rule.coupled, rule.momentum,
+        first, 1 - first, second, 1 - second, float(rule.correction()), rule.eps,
+    )  # fmt: skip
 
 
 def fits(layers: Sequence[LayerTensors]) -> bool:

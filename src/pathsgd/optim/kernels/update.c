@@ -1,9 +1,10 @@
 /* One linear layer of Path-SGD, some of its rows, in one pass over the memory: what layer.py and rule.py say.
 
-   Compiled once for each KIND, COUPLED and P that is asked for, so that no loop asks what it has to do. No
-   threads: the caller hands each thread its rows. Four rows are walked at a time, so that what belongs to the
-   columns is loaded and stored a quarter as often: else arithmetic and caches, not the memory, would set the
-   pace. `omp simd` lets the compiler keep the row sums in vector registers; it needs no OpenMP at run time. */
+   Compiled once for each case that is asked for (KIND, P, and whether it is COUPLED, LIVE, NESTEROV), so that no
+   loop asks what it has to do. No threads: the caller hands each thread its rows. Without state four rows are
+   walked at a time, so that what belongs to the columns is loaded and stored a quarter as often: else arithmetic
+   and caches, not the memory, would set the pace. With state that takes more registers than there are. `omp simd`
+   lets the compiler keep the row sums in vector registers; it needs no OpenMP at run time. */
 
 #include <math.h>
 #include <stdint.h>
@@ -18,9 +19,9 @@
 
 struct numbers {
     float rate, sign;
-    float shrink, shrink_dead;      /* what a weight is multiplied by, and what one on no path is */
-    float coupled;                  /* decay that is part of h */
-    float momentum, take_h, take_b; /* the step is take_h h + take_b b, with b = momentum b + h */
+    float shrink;  /* what a weight is multiplied by; if LIVE only one that is on a path */
+    float coupled; /* decay that is part of h, if COUPLED */
+    float momentum;
     float first, rest_first, second, rest_second; /* beta and 1 - beta */
     float correction, eps;
 };
@@ -47,13 +48,14 @@ struct row {
     float *w;
     const float *g;
     float *m, *v;
-    float head, step, out;
+    float head, h, step, out; /* what a row gives to the scale of g, of h, of the step */
 };
 
 INLINE struct row row_of(const struct layer *a, const struct numbers *n, int64_t r) {
     struct row row = {a->w + r * a->w_stride, a->g + r * a->g_stride, a->m + r * a->columns,
-                      a->v + r * a->columns, a->inverse_out[r], 0.0f, a->next_out[r]};
-    row.step = n->rate * n->sign * row.head * row.head;
+                      a->v + r * a->columns, a->inverse_out[r], 0.0f, 0.0f, a->next_out[r]};
+    row.h = n->sign * row.head;
+    row.step = KIND >= MOMENTUM ? n->rate * row.head : n->rate * row.head * row.h;
     return row;
 }
 
@@ -62,7 +64,7 @@ INLINE float direction(struct row row, int64_t j, float h, const struct numbers 
     if (KIND == MOMENTUM) {
         float b = n->momentum * row.m[j] + h;
         row.m[j] = b;
-        return n->take_h * h + n->take_b * b;
+        return NESTEROV ? h + n->momentum * b : b;
     }
     if (KIND == ADAGRAD) {
         float v = row.m[j] + h * h;
@@ -80,16 +82,16 @@ INLINE float direction(struct row row, int64_t j, float h, const struct numbers 
 INLINE float one(struct row row, int64_t j, float tail, const struct numbers *n) {
     float value = row.w[j];
     float scale = row.head * tail;
-    float shrink = scale > 0 ? n->shrink : n->shrink_dead;
+    float shrink = LIVE && !(scale > 0) ? 1.0f : n->shrink;
     if (KIND == MOVE) value -= row.step * (tail * tail * row.g[j]);
     if (KIND == DECAY) value = shrink * value - row.step * (tail * tail * row.g[j]);
     if (KIND >= MOMENTUM) {
-        float h = n->sign * row.g[j] * scale;
+        float h = row.h * tail * row.g[j];
         if (COUPLED) {
             float z = value / scale;
             h += n->coupled * (scale > 0 ? z : 0.0f);
         }
-        value = shrink * value - n->rate * (direction(row, j, h, n) * scale);
+        value = shrink * value - row.step * tail * direction(row, j, h, n);
     }
     if (KIND != SUMS) row.w[j] = value;
     return power(value);
@@ -137,6 +139,7 @@ INLINE void one_row(const struct layer *a, const struct numbers *numbers, int64_
 
 void pathsgd_rows(const struct layer *a, const struct numbers *n, int64_t first, int64_t last) {
     int64_t r = first;
-    for (; r + 4 <= last; r += 4) four_rows(a, n, r);
+    if (KIND < MOMENTUM)
+        for (; r + 4 <= last; r += 4) four_rows(a, n, r);
     for (; r < last; r++) one_row(a, n, r);
 }
