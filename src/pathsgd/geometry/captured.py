@@ -11,7 +11,7 @@ import torch
 from pathsgd.geometry.flow import flow_of
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range import RangeCheck
-from pathsgd.geometry.scales import Scales, measure
+from pathsgd.geometry.scales import Scales, measure, take_roots
 from pathsgd.geometry.weights import Tensors
 from pathsgd.graph.path_graph import PathGraph
 
@@ -24,15 +24,20 @@ class CapturedScales:
 
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float) -> None:
-        flow = flow_of(graph, tensors, p)
-        self.check = RangeCheck(flow)
         self.addresses = addresses(tensors)
-        self.recorded = torch.cuda.CUDAGraph()
-        with full_precision(flow.device), torch.cuda.graph(self.recorded):
-            self.scales = measure(flow, self.check)
-            for gamma in self.scales.values():
-                gamma.roots()  # so that they are replayed too
-            self.extremes = self.check.extremes() if self.check.looked else None
+        self.recorded, self.look = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with full_precision(next(iter(tensors.values())).device):
+            with torch.cuda.graph(self.recorded):
+                self.scales = measure(flow_of(graph, tensors, p), None)
+                take_roots(self.scales.values())  # so that they are replayed too
+                for gamma in self.scales.values():
+                    gamma.roots()
+            # A second graph with a check, which takes as long again and is replayed now and then.
+            with torch.cuda.graph(self.look, pool=self.recorded.pool()):
+                flow = flow_of(graph, tensors, p)
+                self.check = RangeCheck(flow)
+                measure(flow, self.check)
+                self.extremes = self.check.extremes() if self.check.looked else None
         self.seen = None
         if self.extremes is not None:
             self.seen = torch.empty(self.extremes.shape, dtype=self.extremes.dtype, pin_memory=True)
@@ -57,11 +62,13 @@ class CapturedScales:
         assert self.seen is not None
         if self._replays == 0:
             # Checked with care just before: what looks odd now is a dead unit, and may stay so.
+            self.look.replay()
             self._usual = self.check.suspects(self.extremes.tolist())
             self.seen.copy_(self.extremes)
         elif self._replays % LOOK_EVERY == 0:
             # Without waiting: what is read is what an earlier look brought here.
             suspects = self.check.suspects(self.seen.tolist())
+            self.look.replay()
             self.seen.copy_(self.extremes, non_blocking=True)
             return suspects is not None and self._usual is not None and suspects <= self._usual
         return self._usual is not None

@@ -32,12 +32,36 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: Scaled, weight: Tensor) -> 
         head = head.reshape(1, -1, *(1,) * (ndim - 2))
     if math.isinf(arithmetic.p):
         y = max_conv(operation, x.mantissa, edges)
+    elif _better_as_product(operation, x.mantissa):
+        y = _product(operation, x.mantissa, edges)
     else:
         y = torch.convolution(
             x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
             operation.transposed, operation.output_padding, operation.groups,
         )  # fmt: skip
     return arithmetic.normalised(Scaled(y, head))
+
+
+LARGEST_PRODUCT = 1 << 22
+"""Entries of the matrix of patches up to which it is cheap to write down."""
+
+
+def _better_as_product(operation: Conv, x: Tensor) -> bool:
+    """A convolution of one image by many channels: cudnn walks it with few threads, up to five times as long
+    as a matrix product takes."""
+    if not x.is_cuda or x.dim() != 4 or len(x) != 1 or operation.transposed or operation.groups != 1:
+        return False
+    places = math.prod(_output_size(operation, tuple(x.shape[2:])))
+    return places * math.prod(operation.weight.shape[1:]) <= LARGEST_PRODUCT
+
+
+def _product(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
+    """The convolution as the product of the weights and the matrix of patches."""
+    patches = torch.nn.functional.unfold(
+        x, tuple(edges.shape[2:]), operation.dilation, operation.padding, operation.stride
+    )
+    y = edges.reshape(len(edges), -1) @ patches[0]
+    return y.reshape(1, len(edges), *_output_size(operation, tuple(x.shape[2:])))
 
 
 def by_output(operation: Conv, weight: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.apply import adjoint, apply
+from pathsgd.geometry.powers import EdgePowers, Powered
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.geometry.weights import EdgeTensors, Tensors
-from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Square, Weighted
+from pathsgd.graph.nodes import Begin, Conv, Linear, Scale, Source, Square, Weight, Weighted
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 
 Values = dict[int, Scaled]
+POWERED = (Conv, Scale, Source)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Flow:
     graph: PathGraph
     edges: EdgeTensors
     arithmetic: Arithmetic
+    powers: EdgePowers | None = None
+    """In plain floats: of all edges but those of linear layers."""
 
     def weight(self, k: int) -> Tensor | None:
         """The signed edge weights of node k, if it has any."""
@@ -32,6 +36,31 @@ class Flow:
         if isinstance(operation, Weighted):
             return self.edges.weights(operation.weight)
         return None
+
+    def _edges(self, k: int) -> tuple[Arithmetic, Tensor | None]:
+        """What node k is computed in, with its weights or their powers."""
+        operation = self.graph.nodes[k].operation
+        if self.powers is not None and isinstance(operation, POWERED):
+            return Powered(self.arithmetic.p, self.arithmetic.dtype), self.powers.edges(operation.weight)
+        return self.arithmetic, self.weight(k)
+
+    def source(self, k: int) -> Tensor:
+        """``|w|^p`` of the edges from the constant unit to node k, in plain floats."""
+        arithmetic, weight = self._edges(k)
+        assert weight is not None
+        return arithmetic.power(weight.to(arithmetic.dtype))
+
+    def factor(self, weight: Weight) -> Scaled | None:
+        """``|.|^p`` of what multiplies the parameter of some edges, or None if nothing does."""
+        if not weight.factors:
+            return None
+        if self.powers is not None:
+            factor = self.powers.factor(weight)
+            assert factor is not None
+            return Scaled(factor.expand(weight.shape))
+        factor = self.edges.factor(weight)
+        assert factor is not None
+        return self.arithmetic.edges(factor, weight.shape)
 
     @property
     def device(self) -> torch.device:
@@ -44,8 +73,8 @@ class Flow:
         values: dict[int, Scaled] = {}
         for k, node in enumerate(nodes):
             inputs = [values[source] for source in node.inputs]
-            weight = self.weight(k)
-            values[k] = apply(self.arithmetic, node.operation, inputs, weight, node.shape, self.device)
+            arithmetic, weight = self._edges(k)
+            values[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
             yield k, values[k]
             for source in node.inputs:
                 if last_reader[source] == k:
@@ -79,7 +108,8 @@ class Flow:
         node = self.graph.nodes[k]
         shapes = [self.graph.nodes[source].shape for source in node.inputs]
         squared = values[node.inputs[0]] if isinstance(node.operation, Square) else None
-        return adjoint(self.arithmetic, node.operation, gradient, self.weight(k), shapes, squared)
+        arithmetic, weight = self._edges(k)
+        return adjoint(arithmetic, node.operation, gradient, weight, shapes, squared)
 
     def needed(self) -> set[int]:
         """The nodes whose forward value the backward pass asks for: what is multiplied by a weight."""
@@ -93,4 +123,10 @@ class Flow:
 def flow_of(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> Flow:
     # A high power of a mantissa needs a wider exponent than fp32 has.
     dtype = torch.float64 if 32 < p < math.inf else compute_dtype(tensors)
-    return Flow(graph, EdgeTensors(tensors, dtype), Arithmetic(float(p), dtype, exponents))
+    arithmetic = Arithmetic(float(p), dtype, exponents)
+    powers = None
+    if not exponents and p < math.inf:
+        powers = EdgePowers(tensors, arithmetic)
+        if next(iter(tensors.values())).is_cuda:
+            powers.prepare([n.operation.weight for n in graph.nodes if isinstance(n.operation, POWERED)])
+    return Flow(graph, EdgeTensors(tensors, dtype), arithmetic, powers)

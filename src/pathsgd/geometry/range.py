@@ -43,7 +43,7 @@ class RangeCheck:
             # A bias of zero is common and no reason to look closer.
             weight = self.flow.weight(k)
             assert weight is not None
-            mantissa = torch.where(weight == 0, 1, self.flow.arithmetic.power(weight.to(mantissa.dtype)))
+            mantissa = torch.where(weight == 0, 1, self.flow.source(k))
         self.looked.append((k, forward, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:

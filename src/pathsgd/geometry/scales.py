@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from pathsgd.geometry.range import RangeCheck
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, shift
 from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.geometry.weights import Tensors, reduced_to, to_parameter
-from pathsgd.graph.nodes import Conv, Expand, Linear, Permute, Reshape, Scale, Source, Weighted
+from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Scale, Shape, Source, Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 
@@ -115,6 +115,25 @@ class Gamma:
         if product.exponent is None:
             return logarithm
         return torch.where(product.mantissa > 0, logarithm + 2.0 * product.exponent, -math.inf)
+
+
+def take_roots(gammas: Iterable[Gamma]) -> None:
+    """:meth:`Gamma.roots` of all of these, in a few launches instead of a few for each."""
+    plain = [
+        gamma
+        for gamma in gammas
+        if gamma.whole is not None and gamma.whole.exponent is None and not gamma._kept
+    ]
+    if not plain or torch.is_grad_enabled() or plain[0].arithmetic.unit != 2:
+        return
+    products = [gamma.whole.mantissa for gamma in plain if gamma.whole is not None]
+    roots = torch._foreach_sqrt(products)
+    # 1 / root, and 0 for 0: the smallest normal number is below every root of a number.
+    inverses = torch._foreach_maximum(roots, torch.finfo(products[0].dtype).tiny)
+    torch._foreach_reciprocal_(inverses)
+    torch._foreach_mul_(inverses, torch._foreach_sign(roots))
+    for gamma, root, inverse in zip(plain, roots, inverses, strict=True):
+        gamma._kept.append((root, inverse, None))
 
 
 class Scales(Mapping[str, Gamma]):
@@ -227,6 +246,8 @@ def measure(flow: Flow, check: RangeCheck | None) -> Scales:
         if weight.parameter is not None:
             uses[weight.parameter.name] = uses.get(weight.parameter.name, 0) + 1
     gammas: dict[str, Gamma] = {}
+    sums = _sums_of_sources(flow.graph)
+    flowed: dict[tuple[int, Shape], Scaled] = {}
     for k, gradient in flow.backward(values):
         if check is not None:
             check.see(k, gradient, forward=False)
@@ -240,6 +261,11 @@ def measure(flow: Flow, check: RangeCheck | None) -> Scales:
         if factors is not None:
             gammas[info.name] = Gamma(flow.arithmetic, info.shape, *factors)
             continue
+        if k in sums:
+            key = sums[k], operation.weight.shape
+            if key not in flowed:
+                flowed[key] = reduced_to(flow.arithmetic, gradient, operation.weight.shape)
+            gradient = flowed[key]
         part = _adjoint_of(flow, values, gradient, k)
         before = gammas.get(info.name)
         whole = part if before is None else flow.arithmetic.add([before.product(), part])
@@ -271,6 +297,21 @@ def _vector(x: Scaled) -> Scaled:
     return move(Reshape((x.mantissa.shape[-1],)), x)
 
 
+def _sums_of_sources(graph: PathGraph) -> dict[int, int]:
+    """The sum that a bias goes into, if nothing else reads the bias: what flows back to it is what flows back
+    to every other bias there, as to the two of a batch norm."""
+    readers: dict[int, list[int]] = {}
+    for k, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            readers.setdefault(source, []).append(k)
+    return {
+        k: readers[k][0]
+        for k, node in enumerate(graph.nodes)
+        if isinstance(node.operation, Source) and k not in graph.ends and len(readers.get(k, ())) == 1
+        if isinstance(graph.nodes[readers[k][0]].operation, Add)
+    }
+
+
 def _adjoint_of(flow: Flow, values: Values, gradient: Scaled, k: int) -> Scaled:
     """``dF/d|w|^p`` of a parameter through one of its uses, in the parameter's shape."""
     node = flow.graph.nodes[k]
@@ -290,7 +331,7 @@ def _adjoint_of(flow: Flow, values: Values, gradient: Scaled, k: int) -> Scaled:
             per_edge = reduced_to(arithmetic, gradient, weight.shape)
         case _:
             raise AssertionError(f"{operation} has no weights")
-    return to_parameter(arithmetic, weight, per_edge, flow.edges)
+    return to_parameter(arithmetic, weight, per_edge, flow.factor(weight), flow.edges.tensors)
 
 
 def _linear_adjoint(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) -> Scaled:

@@ -19,17 +19,31 @@ Tensors = Mapping[str, Tensor]
 
 def stored_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tensor:
     """A tensor of the model (or a literal) as the graph sees it."""
+    if not stored.literal and stored.inverse_sigma is None:
+        # As it is: a parameter of low precision is taken to fp32 in blocks by those who can.
+        return seen_through(stored, tensors[stored.name], dtype)
+    return seen_through(stored, base_tensor(stored, tensors, dtype), dtype)
+
+
+def base_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    """The tensor that a stored one is a view of."""
     if stored.literal:
         like = next(iter(tensors.values()))
-        tensor = _literal(stored.literal, stored.shape if not stored.views else (-1,), dtype, like.device)
-    else:
-        tensor = tensors[stored.name]
-    if stored.inverse_sigma is not None:
-        # The square root of a variance rounds as the network's own batch norm does.
-        tensor = torch.rsqrt(tensor.to(dtype) + stored.inverse_sigma)
+        return _literal(stored.literal, stored.shape if not stored.views else (-1,), dtype, like.device)
+    tensor = tensors[stored.name].to(dtype)
+    return tensor if stored.inverse_sigma is None else inverse_sigma(tensor, stored.inverse_sigma)
+
+
+def inverse_sigma(variance: Tensor, epsilon: float) -> Tensor:
+    """The square root of a variance, rounded as the network's own batch norm does."""
+    return torch.rsqrt(variance + epsilon)
+
+
+def seen_through(stored: Stored, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A view of a tensor, or of a power of it."""
     for operation in stored.views:
         tensor = move_tensor(operation, tensor)
-    return 1 / tensor.to(dtype) if stored.inverse else tensor
+    return 1 / tensor.to(dtype or tensor.dtype) if stored.inverse else tensor
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,14 +88,15 @@ class EdgeTensors:
         return self._kept[key]
 
 
-def to_parameter(arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, edges: EdgeTensors) -> Scaled:
+def to_parameter(
+    arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, factor: Scaled | None, tensors: Tensors
+) -> Scaled:
     """``dF/d|w|^p`` of the parameter from that of the edges: through factors, broadcasting and views."""
     assert weight.parameter is not None
-    factor = edges.factor(weight)
     if factor is not None:
-        per_edge = arithmetic.multiply(per_edge, arithmetic.edges(factor, weight.shape))
+        per_edge = arithmetic.multiply(per_edge, factor)
     per_edge = reduced_to(arithmetic, per_edge, weight.parameter.shape)
-    shapes: list[Shape] = [tuple(edges.tensors[weight.parameter.name].shape)]
+    shapes: list[Shape] = [tuple(tensors[weight.parameter.name].shape)]
     for operation in weight.parameter.views:
         shapes.append(_moved_shape(operation, shapes[-1]))
     for operation, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from pathsgd.geometry.scales import Gamma
+from pathsgd.geometry.scales import Gamma, take_roots
 
 
 def path_sgd(
@@ -101,20 +101,46 @@ def move(
     if weight_decay != 0:
         for param, rate in zip(params, rates, strict=True):
             param.mul_(1 - rate * weight_decay)
+    if foreach and params:
+        _move_together(params, gammas, steps)
+        return
     moves = [
         step.to(param.dtype) for step, param in zip(divided(steps, gammas, foreach), params, strict=True)
     ]
-    if foreach and params:
-        torch._foreach_sub_(params, moves)
-        return
     for param, step in zip(params, moves, strict=True):
         param.sub_(step)
+
+
+def _move_together(params: list[Tensor], gammas: list[Gamma | None], steps: list[Tensor]) -> None:
+    """``w -= step / sqrt(gamma)``: both in one call for all tensors whose gamma is stored whole."""
+    take_roots(gamma for gamma in gammas if gamma is not None)
+    inverses = [None if gamma is None else gamma.inverse_root() for gamma in gammas]
+    fused = [
+        (param, step, inverse)
+        for param, step, inverse in zip(params, steps, inverses, strict=True)
+        if inverse is not None and param.dtype == step.dtype == inverse.dtype
+    ]
+    if fused:
+        torch._foreach_addcmul_(
+            [param for param, _, _ in fused],
+            [step for _, step, _ in fused],
+            [inverse for _, _, inverse in fused],
+            value=-1.0,
+        )
+    done = {id(param) for param, *_ in fused}
+    rest = [k for k, param in enumerate(params) if id(param) not in done]
+    if rest:
+        left = [params[k] for k in rest]
+        moves = divided([steps[k] for k in rest], [gammas[k] for k in rest], foreach=True)
+        torch._foreach_sub_(left, [step.to(param.dtype) for step, param in zip(moves, left, strict=True)])
 
 
 def divided(xs: list[Tensor], gammas: list[Gamma | None], foreach: bool) -> list[Tensor]:
     """``x / sqrt(gamma)``: a gradient taken to the coordinates a rescaling does not change, or a step back
     from them. In one call for all tensors whose gamma is stored whole."""
     found = list(xs)
+    if foreach:
+        take_roots(gamma for gamma in gammas if gamma is not None)
     together: dict[int, Tensor] = {}
     for k, (x, gamma) in enumerate(zip(xs, gammas, strict=True)):
         if gamma is None:
