@@ -222,3 +222,20 @@ def test_balancing_twice_changes_nothing_in_fp32():
         before = [p.clone() for p in model.parameters()]
         pathsgd.balance(model, x)
         assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_bias_too_small_to_matter_is_no_reason_for_exponents():
+    """Decay drives biases to numbers whose squares are below all floats; the sum they go into is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
+    with torch.no_grad():
+        model[1].bias.fill_(1e-30), model[4].bias.fill_(1e-30)
+    graph = pathsgd.trace(model, torch.zeros(1, 1, 5, 5))
+    found = scales(graph, graph.tensors(model), 2)
+    assert not found.exponents
+    careful = scales(graph, graph.tensors(model), 2, exponents=True)
+    for name, gamma in found.items():
+        torch.testing.assert_close(gamma.log2(), careful[name].log2(), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        model[1].weight[0] = 1e-30  # now the sum itself is too small
+    assert scales(graph, graph.tensors(model), 2).exponents

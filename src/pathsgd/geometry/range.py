@@ -34,10 +34,19 @@ class RangeCheck:
     flow: Flow
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        readers: dict[int, set[type]] = {}
+        for node in self.flow.graph.nodes:
+            for source in node.inputs:
+                readers.setdefault(source, set()).add(type(node.operation))
+        self._summands = {k for k, kinds in readers.items() if kinds == {Add}} - set(self.flow.graph.ends)
+
     def see(self, k: int, value: Scaled, forward: bool) -> None:
         operation = self.flow.graph.nodes[k].operation
         if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
             return
+        if forward and isinstance(operation, PRODUCTS) and k in self._summands:
+            return  # what is too small to matter in a sum may be lost; the sum is looked at
         mantissa = value.mantissa
         if forward and isinstance(operation, Source):
             # A bias of zero is common and no reason to look closer.

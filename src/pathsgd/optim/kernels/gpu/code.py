@@ -189,7 +189,7 @@ def finish_kernel(parts, inverse, table, flag, low, high, P: tl.constexpr, BLOCK
     place, start = tl.load(row + 3), tl.load(row + 4)
     at = start + tl.arange(0, BLOCK)
     mask = at < length
-    total = _total(parts + offset, count, length, at, mask, 16)
+    total = _total(parts + offset, count, length, at, mask, 64)
     root = total
     if P == 2:
         root = tl.sqrt_rn(total)
@@ -202,4 +202,5 @@ def finish_kernel(parts, inverse, table, flag, low, high, P: tl.constexpr, BLOCK
     # Not in range, or zero where it was not.
     lost = (total < low) & ((total != 0) | (before != 0))
     bad = mask & (lost | (total > high) | (total != total))
-    tl.atomic_max(flag, tl.max(bad.to(tl.int32), 0))
+    worst = tl.max(bad.to(tl.int32), 0)
+    tl.atomic_max(flag, worst, mask=worst > 0)
