@@ -216,12 +216,14 @@ class PathSGD(Optimizer):
 
     def _by_kernel(self, params: list[list[Tensor]]) -> list[Ready]:
         """The chains that kernels move, of these parameters of each group."""
-        rules = {
-            id(parameter): _rule(group)
-            for group, own in zip(self.param_groups, params, strict=True)
-            for parameter in own
-            if group["foreach"] is None and not group["differentiable"] and group["max_relative_step"] is None
-        }
+        rules: dict[int, Rule] = {}
+        for group, own in zip(self.param_groups, params, strict=True):
+            if (
+                group["foreach"] is None
+                and not group["differentiable"]
+                and group["max_relative_step"] is None
+            ):
+                rules.update(dict.fromkeys(map(id, own), _rule(group)))
         if not rules or self.source.refresh_every > 1 or torch.compiler.is_compiling():
             return []
         self.source.check_identity()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import triton
@@ -20,27 +18,17 @@ from torch import Tensor
 from pathsgd.geometry.range import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
+from pathsgd.optim.kernels.gpu.layout import COLUMNS, layout_of
 from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.rule import Rule
 
-ROWS, COLUMNS, WARPS, STAGES = 16, 512, 4, 1
-"""The block of a layer that a program works on at a time."""
-PROGRAMS = 4
-"""Of a layer, for each processor: so many are at work at the same time."""
+WARPS = 4
+ROWS = {0: 16, 1: 8, 2: 8}
+"""Of a block, by the numbers kept for a weight: more would not fit into the registers."""
 FINISHED = 128
 """Entries of a vector that a program finishes."""
 LOOK_EVERY = 16
 """Steps between two looks at whether plain floats are still enough: far too few to leave their range."""
-
-
-@dataclass(frozen=True)
-class _Vector:
-    """Where a vector's parts and its inverse root lie in the two flat tensors of a chain."""
-
-    offset: int
-    parts: int
-    length: int
-    place: int
 
 
 class OnGpu:
@@ -48,50 +36,34 @@ class OnGpu:
 
     def __init__(self, chain: Chain, p: int, device: torch.device) -> None:
         self.p, self.device = p, device
-        programs = PROGRAMS * _processors(device)
-        self.strips = [triton.cdiv(layer.inputs, COLUMNS) for layer in chain]
-        self.rows_each = []
-        for layer, strips in zip(chain, self.strips, strict=True):
-            shares = max(programs // strips, 1)
-            self.rows_each.append(triton.cdiv(triton.cdiv(layer.outputs, shares), ROWS) * ROWS)
-        shares = [triton.cdiv(c.outputs, each) for c, each in zip(chain, self.rows_each, strict=True)]
-        biases = [layer.bias is not None for layer in chain]
-        # into[k] is summed by layer k - 1, out[k] by layer k + 1; the first and the last are ones.
-        into_parts = [1, *(s + b for s, b in zip(self.strips[:-1], biases[:-1], strict=True))]
-        out_parts = [*shares[1:], 1]
-        sizes = [
-            *zip(into_parts, (layer.inputs for layer in chain), strict=True),
-            *zip(out_parts, (layer.outputs for layer in chain), strict=True),
-        ]
-        offsets = [0, *accumulate(parts * length for parts, length in sizes)]
-        places = [0, *accumulate(length for _, length in sizes)]
-        vectors = [
-            _Vector(offset, parts, length, place)
-            for (parts, length), offset, place in zip(sizes, offsets[:-1], places[:-1], strict=True)
-        ]
-        self.into, self.out = vectors[: len(chain)], vectors[len(chain) :]
-        self.parts = torch.zeros(offsets[-1], device=device)
-        self.inverse = torch.zeros(places[-1], device=device)
+        self.layout = layout = layout_of(chain, _processors(device))
+        vectors = layout.vectors
+        self.parts = torch.zeros(sum(v.parts * v.length for v in vectors), device=device)
+        self.inverse = torch.zeros(sum(v.length for v in vectors), device=device)
+        # Views are made once: making one takes as long as launching a kernel.
+        self._into, self._out = (
+            [self.parts[v.offset :] for v in group] for group in (layout.into, layout.out)
+        )
+        self._inverse_into, self._inverse_out = (
+            [self.inverse[v.place :] for v in group] for group in (layout.into, layout.out)
+        )
         self.flag = torch.zeros((), dtype=torch.int32, device=device)
         self._seen = torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._steps = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.table = torch.tensor(
-            [
-                (v.offset, v.parts, v.length, v.place, start)
-                for v in vectors
-                for start in range(0, v.length, FINISHED)
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
+        blocks = [
+            (v.offset, v.parts, v.length, v.place, start)
+            for v in vectors
+            for start in range(0, v.length, FINISHED)
+        ]
+        self.table = torch.tensor(blocks, dtype=torch.int64, device=device)
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         self.parts.zero_()
         self.inverse.zero_()
         self.flag.zero_()
         self._seen.zero_()
-        for vector, value in zip((*self.into, *self.out), (*into, *out), strict=True):
+        for vector, value in zip(self.layout.vectors, (*into, *out), strict=True):
             self.parts[vector.offset : vector.offset + vector.length].copy_(value)
         self.finish()
 
@@ -102,31 +74,26 @@ class OnGpu:
         self._launch(k, layer, into, out, move=False)
 
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
-        rule, bias_rule = layer.rule, layer.bias_rule
+        rule, bias_rule, layout = layer.rule, layer.bias_rule, self.layout
         unused = self.parts  # a place for pointers that are not looked at
         first, second = rule.betas
-
-        def place(tensor: Tensor | None) -> Tensor:
-            return unused if tensor is None else tensor
-
-        def parts(vectors: list[_Vector], j: int, wanted: bool = True) -> Tensor:
-            return self.parts[vectors[j].offset :] if wanted else unused
-
         lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
         step, step_on_device = self._numbers(rule.step, bias_rule.step)
         gradient = layer.weight_grad if move else layer.weight
-        layer_kernel[(self.strips[k], triton.cdiv(layer.rows, self.rows_each[k]))](
+        layer_kernel[(layout.strips[k], triton.cdiv(layer.rows, layout.rows_each[k]))](
             layer.weight, gradient, *(*layer.weight_state, unused, unused)[:2],
-            place(layer.bias), place(layer.bias_grad), *(*layer.bias_state, unused, unused)[:2],
-            self.inverse[self.out[k].place :], self.inverse[self.into[k].place :],
-            parts(self.into, k), self.into[k].parts, parts(self.out, k), self.out[k].parts,
-            parts(self.into, k + 1 if into else 0, into), parts(self.out, k - 1 if out else 0, out),
-            layer.rows, layer.columns, self.rows_each[k], *layer.weight.stride(), *gradient.stride(),
+            unused if layer.bias is None else layer.bias,
+            unused if layer.bias_grad is None else layer.bias_grad,
+            *(*layer.bias_state, unused, unused)[:2],
+            self._inverse_out[k], self._inverse_into[k],
+            self._into[k], layout.into[k].parts, self._out[k], layout.out[k].parts,
+            self._into[k + 1] if into else unused, self._out[k - 1] if out else unused,
+            layer.rows, layer.columns, layout.rows_each[k], *layer.weight.stride(), *gradient.stride(),
             *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.sign, rule.momentum, rule.lr_decay,
             first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
             LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
             NESTEROV=rule.nesterov, DECAY=rule.decay, BIAS=layer.bias is not None, INTO=into, OUT=out,
-            P=self.p, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
+            P=self.p, ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:

@@ -97,7 +97,7 @@ def layer_kernel(
     second, rest_second, log_second, eps,
     LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
     NESTEROV: tl.constexpr, DECAY: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr,
-    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0), tl.program_id(1)
     n = strip * COLUMNS + tl.arange(0, COLUMNS)
@@ -119,7 +119,8 @@ def layer_kernel(
         column_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     first_row = share * rows_each
     last_row = tl.minimum(first_row + rows_each, rows)
-    for start in tl.range(first_row, last_row, ROWS, num_stages=STAGES):
+    # One stage: nothing is gained by copies to shared memory ahead of time.
+    for start in tl.range(first_row, last_row, ROWS, num_stages=1):
         r = start + tl.arange(0, ROWS)
         r_mask = r < last_row
         mask = r_mask[:, None] & n_mask[None, :]
