@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 from memory import kept_bytes, peak_bytes
-from resnet import ResNet
 from torch import Tensor, nn
 
 import pathsgd
 from pathsgd.geometry.scales import scales
+from pathsgd.paper.networks import ResNet
 
 
 @dataclass

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from resnet import ResNet
 from torch import Tensor, nn
 
 from pathsgd import PathAdam, PathSGD
+from pathsgd.paper.networks import ResNet
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 Maker = Callable[[nn.Module, Tensor, float], torch.optim.Optimizer]

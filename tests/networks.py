@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from resnet import ResNet
 from torch import nn
 from torch.nn import functional as F
+
+from pathsgd.paper.networks import ResNet
 
 
 class Mlp(nn.Sequential):

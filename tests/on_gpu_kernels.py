@@ -1,7 +1,7 @@
 """The Triton kernels on a real GPU against the reference: by hand, ``python tests/on_gpu_kernels.py``.
 
-Widths that are no multiple of anything, momentum and decay, fp32, bf16 and fp16, a hundred steps, a step
-captured in a CUDA graph under a schedule, the same bits twice. Prints one line each and the count.
+Widths that are no multiple of anything, every rule, fp32, bf16 and fp16, a hundred steps, steps captured in
+CUDA graphs, the same bits twice. Prints one line each and the count.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(HERE.parent / "src")]
-
-from step_cost import captured  # noqa: E402
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from networks import SmallResNet, build  # noqa: E402
-from pathsgd import PathSGD, path_scales  # noqa: E402
+from pathsgd import PathNormalized, PathSGD, path_scales  # noqa: E402
+from pathsgd.paper.bench.timing import captured  # noqa: E402
+
+GPU = torch.device("cuda")
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """In low precision: a few roundings of the weights over five steps, which the next gradients amplify."""
@@ -33,6 +34,12 @@ OPTIONS = [
     {"p": 4, "lr": 1e-5},
 ]
 WIDTHS = [(100, 257, 513, 10), (64, 128, 96, 80, 72, 10)]
+NORMALIZED = {
+    "SGD, momentum, decay": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-3, "weight_decay": 0.1, "lr_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-4, "weight_decay": 0.1}),
+    "AdamW, fused": (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1, "fused": True}),
+}
 
 
 def stack(widths, bias=True):
@@ -57,8 +64,9 @@ def backward(model, x, y):
     nn.functional.cross_entropy(model(x).float(), y).backward()
 
 
-def train(model, steps=5, **options):
-    optimizer = PathSGD(model, **{"lr": 1e-4, **options})
+def train(model, steps=5, base=None, **options):
+    make = PathSGD if base is None else lambda *args, **kwargs: PathNormalized(base, *args, **kwargs)
+    optimizer = make(model, **{"lr": 1e-4, **options})
     x, y = data(model)
     for _ in range(steps):
         backward(model, x, y)
@@ -73,27 +81,53 @@ def gap(a, b):
     )
 
 
-def same_steps():
-    for widths, bias, dtype, options in itertools.product(WIDTHS, (True, False), BOUNDS, OPTIONS):
-        if not bias and options is not OPTIONS[2]:
-            continue
-        model = stack(widths, bias).to(dtype)
-        expected, _ = train(copy.deepcopy(model), implementation="reference", **options)
-        found, optimizer = train(model, implementation="triton", **options)
-        (step,) = optimizer._plan._steps.values()
-        assert step.carries(list(found.parameters()))
-        largest = gap(found, expected)
-        assert largest <= BOUNDS[dtype], (widths, bias, dtype, options, largest)
-        yield f"{widths} {'bias' if bias else 'no bias'} {dtype} {options}: {largest:.1e}"
+class Wrong(AssertionError):
+    """A comparison that failed."""
+
+
+def within(what, largest, bound):
+    if not largest <= bound:
+        raise Wrong(f"{what}: {largest:.1e} > {bound:.0e}")
+    return f"{what}: {largest:.1e}"
+
+
+def one(widths, dtype, options, bias=True, name="", base=None):
+    model = stack(widths, bias).to(dtype)
+    expected, _ = train(copy.deepcopy(model), base=base, implementation="reference", **options)
+    found, optimizer = train(model, base=base, implementation="triton", **options)
+    (step,) = optimizer._plan._steps.values()
+    what = f"{widths} {'bias' if bias else 'no bias'} {str(dtype)[6:]} {name} {options}"
+    if not step.carries(list(found.parameters())):
+        raise Wrong(f"{what}: not by the kernels")
+    return within(what, gap(found, expected), BOUNDS[dtype])
+
+
+def comparisons():
+    """What is to be looked at, each by itself so that one failure hides no other."""
+    for options in OPTIONS:
+        yield lambda o=options: one(WIDTHS[0], torch.float32, o)
+    for dtype, widths in itertools.product(BOUNDS, WIDTHS):
+        yield lambda d=dtype, w=widths: one(w, d, OPTIONS[2])
+    yield lambda: one(WIDTHS[0], torch.float32, OPTIONS[2], bias=False)
+    for name, (base, options) in NORMALIZED.items():
+        yield lambda n=name, b=base, o=options: one(WIDTHS[0], torch.float32, o, name=n, base=b)
+    yield lambda: one(WIDTHS[0], torch.bfloat16, NORMALIZED["Adam"][1], name="Adam", base=torch.optim.Adam)
+    yield from (hundred_steps, same_bits, in_a_cuda_graph, adam_in_a_cuda_graph, recorded, odd_layouts)
 
 
 def hundred_steps():
-    model = stack((784, 1000, 1000, 10))
-    expected, _ = train(copy.deepcopy(model), steps=100, implementation="reference", lr=1e-3)
-    found, _ = train(model, steps=100, implementation="triton", lr=1e-3)
-    largest = gap(found, expected)
-    assert largest <= 1e-6, largest
-    yield f"a hundred steps: {largest:.1e}"
+    """With gradients that are given: a network's own would amplify the rounding of its forward pass."""
+    ends = []
+    for implementation in ("reference", "triton"):
+        model = stack((784, 1000, 1000, 10))
+        optimizer = PathSGD(model, lr=1e-3, momentum=0.9, weight_decay=0.1, implementation=implementation)
+        generator = torch.Generator("cuda").manual_seed(0)
+        for _ in range(100):
+            for p in model.parameters():
+                p.grad = 1e-3 * torch.randn(p.shape, device="cuda", generator=generator)
+            optimizer.step()
+        ends.append(model)
+    return within("a hundred steps", gap(ends[1], ends[0]), 1e-6)
 
 
 def same_bits():
@@ -101,8 +135,9 @@ def same_bits():
         train(stack((100, 257, 513, 10)), steps=20, implementation="triton", momentum=0.9)[0]
         for _ in range(2)
     ]
-    assert all(torch.equal(a, b) for a, b in zip(ends[0].parameters(), ends[1].parameters(), strict=True))
-    yield "two runs, the same bits"
+    if not all(torch.equal(a, b) for a, b in zip(ends[0].parameters(), ends[1].parameters(), strict=True)):
+        raise Wrong("two runs differ")
+    return "two runs, the same bits"
 
 
 def in_a_cuda_graph():
@@ -117,7 +152,7 @@ def in_a_cuda_graph():
         backward(model, x, y)
         optimizer.step()
 
-    replay = captured(step)  # after four steps that warm it up
+    replay = captured(step, GPU)  # after four steps that warm it up
     reference = PathSGD(other, lr=1e-3, momentum=0.9, implementation="reference")
     for _ in range(4):
         backward(other, x, y)
@@ -128,9 +163,29 @@ def in_a_cuda_graph():
         replay()
         backward(other, x, y)
         reference.step()
-    largest = gap(model, other)
-    assert largest <= 1e-6, largest
-    yield f"captured, ten replays under a schedule: {largest:.1e}"
+    return within("captured, ten replays under a schedule", gap(model, other), 1e-6)
+
+
+def adam_in_a_cuda_graph():
+    """Its steps are counted on the device."""
+    model = stack((100, 257, 513, 10))
+    other = copy.deepcopy(model)
+    x, y = data(model)
+    options = {"lr": 1e-4, "weight_decay": 0.1}
+    optimizer = PathNormalized(torch.optim.AdamW, model, capturable=True, **options)
+
+    def step():
+        backward(model, x, y)
+        optimizer.step()
+
+    replay = captured(step, GPU)
+    for _ in range(10):
+        replay()
+    reference = PathNormalized(torch.optim.AdamW, other, implementation="reference", **options)
+    for _ in range(14):
+        backward(other, x, y)
+        reference.step()
+    return within("AdamW captured, ten replays", gap(model, other), 1e-5)
 
 
 def recorded():
@@ -141,11 +196,11 @@ def recorded():
     for _ in range(40):
         backward(model, x, torch.tensor([0, 1], device="cuda"))
         optimizer.step()
-    assert optimizer.source._recorded_scales
+    if not optimizer.source._recorded_scales:
+        raise Wrong("gamma was not recorded")
     found, expected = optimizer.source.gammas(2), path_scales(model, optimizer.graph)
     largest = max(((found[n].dense() - g).abs().max() / g.max()).item() for n, g in expected.items())
-    assert largest <= 1e-5, largest
-    yield f"recorded gammas after forty steps: {largest:.1e}"
+    return within("recorded gammas after forty steps", largest, 1e-5)
 
 
 def odd_layouts():
@@ -153,22 +208,24 @@ def odd_layouts():
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
     expected, _ = train(copy.deepcopy(model), implementation="reference")
     found, _ = train(model, implementation="triton")
-    largest = gap(found, expected)
-    assert largest <= 1e-6, largest
-    yield f"a transposed weight: {largest:.1e}"
+    return within("a transposed weight", gap(found, expected), 1e-6)
 
 
 def main():
     import triton
 
     print(f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name()}")
-    done = 0
-    for test in (same_steps, hundred_steps, same_bits, in_a_cuda_graph, recorded, odd_layouts):
-        for line in test():
-            print(line)
-            done += 1
-    print(f"{done} passed, 0 failed")
+    passed = failed = 0
+    for compare in comparisons():
+        try:
+            print(compare(), flush=True)
+            passed += 1
+        except Exception as error:
+            print(f"FAILED {type(error).__name__}: {error}", flush=True)
+            failed += 1
+    print(f"{passed} passed, {failed} failed")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main() > 0)

@@ -1,8 +1,18 @@
-"""A residual network in the shape of ResNet-18, at any width."""
+"""The networks that are measured: stacks of linear layers as in the paper, and a residual network."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
+
+
+def stack(*widths: int) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    for into, out in pairwise(widths):
+        layers += [nn.Linear(into, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 class Block(nn.Module):
@@ -49,3 +59,10 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.pool(self.stages(self.stem(x))).flatten(1))
+
+
+def small_image_resnet(classes: int = 10) -> ResNet:
+    """The layers of ResNet-18 with the stem for small images."""
+    model = ResNet(classes=classes)
+    model.stem = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(True))
+    return model

@@ -1,0 +1,1 @@
+"""Experiments, figures and the command line: a client of the library, never imported by it."""

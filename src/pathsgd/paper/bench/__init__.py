@@ -1,0 +1,1 @@
+"""What a step costs, beside torch's optimizers: ``pathsgd bench``."""

@@ -1,0 +1,119 @@
+"""One network, one batch, several methods: the whole training step and the optimizer's step alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.paper.bench.methods import BASELINE, METHODS, Steps
+from pathsgd.paper.bench.timing import Run, captured, median_us
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, on what."""
+
+    net: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    """Of the input, batch first."""
+    tf32: bool = False
+    study: str = "networks"
+    """Which table or panel it belongs to."""
+    at: float = math.nan
+    """Its place on the panel's axis."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times in microseconds."""
+
+    study: str
+    net: str
+    at: float
+    batch: int
+    tf32: bool
+    method: str
+    train_us: float
+    step_us: float
+    eager_us: float
+    floor_us: float
+    ratio: float
+    """Of the whole training step, to that of fused SGD."""
+
+
+def measure(
+    setting: Setting, methods: Sequence[str], seconds: float, speed: float, device: torch.device
+) -> tuple[list[Row], list[str]]:
+    """The rows, and what could not be measured and why. ``speed`` is the memory's, in bytes per us."""
+    x = torch.randn(setting.shape, device=device)
+    y = torch.randint(10, (len(x),), device=device)
+    whole: dict[str, Run] = {}
+    alone: dict[str, Run] = {}
+    eager: dict[str, Run] = {}
+    alive: list[object] = []  # a captured graph does not keep what it works on
+    failed = []
+    count = 0
+    with _tf32(setting.tf32):
+        for name in methods:
+            torch.manual_seed(0)
+            model = setting.make().to(device)
+            count = sum(p.numel() for p in model.parameters())
+            try:
+                optimizer = METHODS[name](model, x[:1])
+                if optimizer is None:
+                    continue
+                alive.append((model, optimizer))
+                backward, train = _steps(model, optimizer, x, y)
+                train()
+                whole[name] = captured(train, device)
+                backward()
+                alone[name] = captured(optimizer.step, device)
+                eager[name] = optimizer.step
+            except (RuntimeError, ValueError) as error:
+                whole.pop(name, None)
+                failed.append(f"{setting.net}: {name}: {str(error).splitlines()[0][:90]}")
+        took = median_us(whole, seconds, device)
+        steps = median_us({name: alone[name] for name in whole}, seconds / 4, device)
+        eagerly = steps
+        if device.type == "cuda":
+            eagerly = median_us({name: eager[name] for name in whole}, seconds / 4, device)
+    rows = [
+        Row(
+            setting.study, setting.net, setting.at, len(x), setting.tf32, name, took[name], steps[name],
+            eagerly[name], 3 * 4 * count / speed, took[name] / took[BASELINE],
+        )
+        for name in took
+    ]  # fmt: skip
+    return rows, failed
+
+
+def _steps(model: nn.Module, optimizer: Steps, x: Tensor, y: Tensor) -> tuple[Run, Run]:
+    def backward() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    def train() -> None:
+        backward()
+        optimizer.step()
+
+    return backward, train
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    saved = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "tf32" if allowed else "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, saved, strict=True):
+            setting.fp32_precision = value

@@ -1,0 +1,96 @@
+"""The optimizers that are measured side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd import PathAdagrad, PathNormalized, PathSGD
+
+LR = 1e-30
+"""So small that no weight changes: a network that diverges would be timed as one of NaNs."""
+BASELINE = "SGD, fused"
+
+
+class Steps(Protocol):
+    def step(self) -> object: ...
+
+
+class NaivePathSGD:
+    """Algorithm 1 as one would write it by hand for a stack of linear layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        first, last = self.layers[0].weight, self.layers[-1].weight
+        into = [first.new_ones(first.shape[1])]
+        for layer in self.layers[:-1]:
+            into.append(layer.weight.square() @ into[-1] + layer.bias.square())
+        out = [last.new_ones(last.shape[0])]
+        for layer in self.layers[:0:-1]:
+            out.append(out[-1] @ layer.weight.square())
+        for layer, n, m in zip(self.layers, into, reversed(out), strict=True):
+            assert layer.weight.grad is not None
+            assert layer.bias.grad is not None
+            layer.weight.sub_(LR * layer.weight.grad / torch.outer(m, n))
+            layer.bias.sub_(LR * layer.bias.grad / m)
+
+
+class Muon:
+    """torch's Muon takes matrices only; the biases move by SGD."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        self.parts = [torch.optim.Muon(matrices, LR), torch.optim.SGD(rest, LR, fused=True)]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def _only_linear(model: nn.Module) -> bool:
+    return all(isinstance(m, (nn.Linear, nn.ReLU)) for m in model.modules() if not list(m.children()))
+
+
+def _naive(model: nn.Module, x: Tensor) -> Steps | None:
+    return NaivePathSGD(model) if _only_linear(model) else None
+
+
+def _muon(model: nn.Module, x: Tensor) -> Steps | None:
+    # On a CPU its orthogonalisation takes minutes for a layer of 4000.
+    applies = hasattr(torch.optim, "Muon") and x.is_cuda and _only_linear(model)
+    return Muon(model) if applies else None
+
+
+def _adagrad(model: nn.Module, x: Tensor) -> Steps:
+    # torch's own is fused on the CPU only.
+    return torch.optim.Adagrad(model.parameters(), LR, **({} if x.is_cuda else {"fused": True}))
+
+
+METHODS: dict[str, Callable[[nn.Module, Tensor], Steps | None]] = {
+    "SGD, foreach": lambda m, x: torch.optim.SGD(m.parameters(), LR, foreach=True),
+    BASELINE: lambda m, x: torch.optim.SGD(m.parameters(), LR, fused=True),
+    "PathSGD": lambda m, x: PathSGD(m, x, lr=LR),
+    "PathSGD, no compiler": lambda m, x: (
+        None if x.is_cuda else PathSGD(m, x, lr=LR, implementation="blocked")
+    ),
+    "PathSGD, reference": lambda m, x: PathSGD(m, x, lr=LR, implementation="reference"),
+    "Path-SGD by hand": _naive,
+    "SGD, momentum, fused": lambda m, x: torch.optim.SGD(m.parameters(), LR, momentum=0.9, fused=True),
+    "PathSGD, momentum": lambda m, x: PathSGD(m, x, lr=LR, momentum=0.9),
+    "Adagrad": _adagrad,
+    "PathAdagrad": lambda m, x: PathAdagrad(m, x, LR),
+    "AdamW, fused": lambda m, x: torch.optim.AdamW(m.parameters(), LR, fused=True, capturable=x.is_cuda),
+    "PathNormalized(AdamW)": lambda m, x: PathNormalized(
+        torch.optim.AdamW, m, x, lr=LR, fused=True, capturable=x.is_cuda
+    ),
+    "Muon": _muon,
+}
+"""Made for a model and an input; None where a method does not apply."""
+SWEPT = (BASELINE, "PathSGD", "Path-SGD by hand")

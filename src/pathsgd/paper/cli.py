@@ -1,0 +1,34 @@
+"""The command ``pathsgd``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pathsgd.errors import PathError
+from pathsgd.paper.bench import command as bench
+
+COMMANDS = {"bench": bench}
+"""Each has HELP, DESCRIPTION, add_arguments(parser) and run(options) -> exit code."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pathsgd", description="Rescaling-invariant training for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (PathError, OSError) as error:
+        print(f"pathsgd: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
