@@ -306,3 +306,19 @@ def test_balance_of_residual_streams_with_large_gain(seed):
             free.pop("l1")
         pathsgd.rescale(other, graph, free)
         assert pathsgd.group_norm(other, graph).item() >= reached * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("setting", ["conv", "rnn"])
+def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting):
+    """torch.export asks for one TF32 setting of cudnn; there may be two."""
+    own = getattr(torch.backends.cudnn, setting)
+    before = own.fp32_precision
+    own.fp32_precision = "ieee"
+    try:
+        graph = pathsgd.trace(
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3)), torch.zeros(1, 1, 8, 8)
+        )
+        assert own.fp32_precision == "ieee"
+    finally:
+        own.fp32_precision = before
+    assert all(info.normalised for info in graph.parameters.values())

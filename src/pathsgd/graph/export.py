@@ -200,9 +200,22 @@ class _RunningStatistics(TorchFunctionMode):
         )
 
 
+@contextlib.contextmanager
+def _one_precision() -> Iterator[None]:
+    """torch.export asks for one TF32 setting of cudnn and fails where convolutions and recurrent layers have
+    been given two. Nothing is computed here, so one will do."""
+    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn  # type: ignore[attr-defined]
+    saved = rnn.fp32_precision
+    try:
+        rnn.fp32_precision = conv.fp32_precision
+        yield
+    finally:
+        rnn.fp32_precision = saved
+
+
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _untouched(model), _RunningStatistics(), _quiet():
+        with _untouched(model), _RunningStatistics(), _one_precision(), _quiet():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
