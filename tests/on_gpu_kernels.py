@@ -167,7 +167,7 @@ def in_a_cuda_graph():
 
 
 def adam_in_a_cuda_graph():
-    """Its steps are counted on the device; replayed they are those of the same kernels launched one by one."""
+    """Its steps are counted on the device. Replayed they are those of the same kernels one by one."""
     ends = []
     for replays in (0, 10):
         model = stack((100, 257, 513, 10))

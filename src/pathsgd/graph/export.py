@@ -202,15 +202,22 @@ class _RunningStatistics(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _one_precision() -> Iterator[None]:
-    """torch.export asks for one TF32 setting of cudnn and fails where convolutions and recurrent layers have
-    been given two. Nothing is computed here, so one will do."""
-    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn  # type: ignore[attr-defined]
-    saved = rnn.fp32_precision
+    """torch.export asks cudnn for its one TF32 setting, and torch has no answer where convolutions or
+    recurrent layers were given their own. Nothing is computed here, so any will do meanwhile."""
+    own: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
+    saved = [kind.fp32_precision for kind in own]
+    mixed = False
     try:
-        rnn.fp32_precision = conv.fp32_precision
+        torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        mixed = True
+        torch._C._set_cudnn_allow_tf32(True)
+    try:
         yield
     finally:
-        rnn.fp32_precision = saved
+        if mixed:
+            for kind, value in zip(own, saved, strict=True):
+                kind.fp32_precision = value
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

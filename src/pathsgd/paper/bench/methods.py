@@ -94,3 +94,4 @@ METHODS: dict[str, Callable[[nn.Module, Tensor], Steps | None]] = {
 }
 """Made for a model and an input; None where a method does not apply."""
 SWEPT = (BASELINE, "PathSGD", "Path-SGD by hand")
+HEAVY = ("Muon",)
