@@ -13,6 +13,7 @@ import pathsgd
 from networks import NETWORKS
 from networks import build as build_network
 from pathsgd import PathSGD, clip_path_grad_norm_
+from pathsgd.geometry.scales import scales
 from pathsgd.graph.chains import chains
 from pathsgd.optim.kernels import build
 from pathsgd.optim.kernels.plan import Plan
@@ -349,3 +350,42 @@ def test_memory_beyond_sgd_is_a_few_vectors():
     assert sum(t.numel() for t in kept) <= 4 * (300 + 400 + 500 + 10)
     assert not optimizer.state
     assert isinstance(optimizer._plan, Plan)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind):
+    """Forty layers of small weights: path weights of 2^-100, those of any one layer close together."""
+    model = stack(*[8] * 40, 3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.75)
+    graph = pathsgd.trace(model)
+    measured = scales(graph, graph.tensors(model), 2)
+    assert measured.exponents
+    sizes = [5 * measured[name].dense() * p.detach() for name, p in model.named_parameters()]
+    start, other = copy.deepcopy(model), copy.deepcopy(model)
+    optimizers = [
+        PathSGD(m, lr=1e-3, momentum=0.9, weight_decay=0.1, implementation=i)
+        for m, i in ((model, kind), (other, "reference"))
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for p, q, size in zip(model.parameters(), other.parameters(), sizes, strict=True):
+            p.grad = size * torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert carried(optimizers[0])
+    assert_close(model, other)
+    for p, q in zip(model.parameters(), start.parameters(), strict=True):
+        assert (p - q).norm() > 1e-3 * q.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gammas_too_far_apart_for_one_frame_are_left_to_the_reference(kind):
+    model = stack(4, 6, 5, 3)
+    pathsgd.rescale(model, None, {("0", n): 2.0 ** (12 * n) for n in range(6)})
+    expected, _ = train(copy.deepcopy(model), implementation="reference", lr=1e-3)
+    found, optimizer = train(model, implementation=kind, lr=1e-3)
+    assert not carried(optimizer)
+    assert_close(found, expected)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pathsgd.geometry.scales import Scales
 from pathsgd.graph.chains import Chain
+from pathsgd.optim.kernels.frame import framed
 from pathsgd.optim.kernels.layer import Implementation, LayerTensors
 from pathsgd.optim.watch import Stamp, blind, stamps
 
@@ -27,17 +28,27 @@ class ChainStep:
         self.implementation = implementation
         self._stamps: list[Stamp] | None = None
 
-    def measured(self, scales: Scales, parameters: Sequence[Tensor]) -> None:
-        """Takes gammas that were just measured from the weights."""
+    def measured(self, scales: Scales, parameters: Sequence[Tensor]) -> bool:
+        """Takes gammas that were just measured from the weights; False if they do not fit plain floats."""
+        self.forget()
         into, out = [], []
         for layer in self.chain:
             gamma = scales[layer.weight]
             assert gamma.gamma_in is not None
             assert gamma.gamma_out is not None
-            into.append(gamma.gamma_in.mantissa)
-            out.append(gamma.gamma_out.mantissa)
-        self.implementation.start(into, out)
+            into.append(gamma.gamma_in)
+            out.append(gamma.gamma_out)
+        found = framed(into, out, gamma.arithmetic)
+        if found is None:
+            return False
+        frame, carried = found
+        count = len(into)
+        self.implementation.start(carried[:count], carried[count:], frame)
+        # What was in range as it was measured may still be too far apart for one exponent.
+        if scales.exponents and not self.implementation.in_range():
+            return False
         self._stamps = stamps(parameters)
+        return True
 
     def carries(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gammas carried here are those of the weights as they stand."""

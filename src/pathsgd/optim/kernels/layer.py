@@ -19,6 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pathsgd.optim.kernels.frame import Frame
 from pathsgd.optim.kernels.rule import Rule, State
 
 
@@ -52,8 +53,8 @@ class Implementation(Protocol):
     is known) and the next ``out[k - 1]`` (if the next ``out[k]`` is).
     """
 
-    def start(self, into: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Takes gammas that were measured."""
+    def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
+        """Takes gammas that were measured, in a frame of exponents (all 0 if none is given)."""
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         """Moves layer k and sums what was asked for from its new weights."""
@@ -69,6 +70,9 @@ class Implementation(Protocol):
 
     def finish(self) -> None:
         """The next gammas become the current ones."""
+
+    def in_range(self) -> bool:
+        """Whether plain floats are enough for these gammas; on a GPU this waits."""
 
     def trusted(self) -> bool:
         """Whether plain floats are still enough for these gammas, as far as is known without waiting."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.range import safe_range
+from pathsgd.optim.kernels.frame import Frame, plain_frame
 from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.rule import State, inverse_root, moved, powered
 
@@ -25,14 +26,17 @@ class Plain:
         self.next_into: dict[int, Tensor] = {}
         self.next_out: dict[int, Tensor] = {}
 
-    def start(self, into: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
+        self.frame = frame or plain_frame(len(into), self.p)
         self.next_into = dict(enumerate(into))
         self.next_out = dict(enumerate(out))
         self.finish()
 
     def finish(self) -> None:
         self.into = {k: inverse_root(x, self.p) for k, x in self.next_into.items()}
-        self.out = {k: inverse_root(x, self.p) for k, x in self.next_out.items()}
+        roots = {k: inverse_root(x, self.p) for k, x in self.next_out.items()}
+        self.out = {k: root * self.frame.scale(k) for k, root in roots.items()}
+        self.bias = {k: root * self.frame.bias_scale(k) for k, root in roots.items()}
         self._in_range = self._check()
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
@@ -104,7 +108,7 @@ class Plain:
             return
         assert layer.bias_grad is not None
         state = layer.bias_state
-        _write(layer.bias, state, moved(layer.bias, layer.bias_grad, state, self.out[k], layer.bias_rule))
+        _write(layer.bias, state, moved(layer.bias, layer.bias_grad, state, self.bias[k], layer.bias_rule))
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -112,17 +116,21 @@ class Plain:
     def join(self) -> None:
         pass
 
+    def in_range(self) -> bool:
+        return self._in_range
+
     def trusted(self) -> bool:
         return self._in_range
 
     def _keep(self, k: int, layer: LayerTensors, row_parts: list[Tensor], column_sums: Tensor | None) -> None:
         if row_parts:
-            total = torch.cat(row_parts)
+            total = torch.cat(row_parts) * self.frame.into_factor(k)
             if layer.bias is not None:
-                total = total + powered(layer.bias.to(self.dtype), self.p)
+                bias = layer.bias.to(self.dtype) * self.frame.bias_factor(k)
+                total = total + powered(bias, self.p)
             self.next_into[k + 1] = total
         if column_sums is not None:
-            self.next_out[k - 1] = column_sums
+            self.next_out[k - 1] = column_sums * self.frame.out_factor(k)
 
     def _check(self) -> bool:
         """Sums must stay where plain floats lose nothing; a unit that is dead counts as such."""

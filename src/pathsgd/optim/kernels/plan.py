@@ -58,12 +58,8 @@ class Plan:
             step = self._step_for(chain, layers)
             if step is None:
                 continue
-            if not step.carries(tensors):
-                scales = measure(own[0].p)
-                if scales.exponents:  # beyond plain floats: for the reference
-                    step.forget()
-                    continue
-                step.measured(scales, tensors)
+            if not step.carries(tensors) and not step.measured(measure(own[0].p), tensors):
+                continue  # for the reference
             found.append(Ready(step, layers, tensors))
         return found
 

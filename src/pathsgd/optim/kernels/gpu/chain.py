@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pathsgd.geometry.range import safe_range
 from pathsgd.graph.chains import Chain
+from pathsgd.optim.kernels.frame import Frame, plain_frame
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.gpu.layout import COLUMNS, layout_of
 from pathsgd.optim.kernels.layer import LayerTensors
@@ -58,7 +59,8 @@ class OnGpu:
         ]
         self.table = torch.tensor(blocks, dtype=torch.int64, device=device)
 
-    def start(self, into: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
+        self.frame = frame or plain_frame(len(into), self.p)
         self.parts.zero_()
         self.inverse.zero_()
         self.flag.zero_()
@@ -74,7 +76,7 @@ class OnGpu:
         self._launch(k, layer, into, out, move=False)
 
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
-        rule, bias_rule, layout = layer.rule, layer.bias_rule, self.layout
+        rule, bias_rule, layout, frame = layer.rule, layer.bias_rule, self.layout, self.frame
         unused = self.parts  # a place for pointers that are not looked at
         first, second = rule.betas
         lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
@@ -91,6 +93,8 @@ class OnGpu:
             layer.rows, layer.columns, layout.rows_each[k], *layer.weight.stride(), *gradient.stride(),
             *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.sign, rule.momentum, rule.lr_decay,
             first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
+            frame.scale(k), frame.bias_scale(k), frame.into_factor(k) if into else 1.0,
+            frame.bias_factor(k) if into else 1.0, frame.out_factor(k) if out else 1.0,
             LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
             NESTEROV=rule.nesterov, DECAY=rule.decay, BIAS=layer.bias is not None, INTO=into, OUT=out,
             P=self.p, ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, num_warps=WARPS,
@@ -123,6 +127,9 @@ class OnGpu:
             self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISHED
         )
         self._steps += 1
+
+    def in_range(self) -> bool:
+        return int(self.flag) == 0
 
     def trusted(self) -> bool:
         if self._steps % LOOK_EVERY == 0:

@@ -94,7 +94,7 @@ def layer_kernel(
     rows, columns, rows_each, w_row, w_column, g_row, g_column,
     lr_value, lr_ptr, bias_lr_value, bias_lr_ptr, step_value, step_ptr, bias_step_value, bias_step_ptr,
     weight_decay, bias_weight_decay, sign, momentum, lr_decay, first, rest_first, log_first,
-    second, rest_second, log_second, eps,
+    second, rest_second, log_second, eps, frame_scale, bias_scale, into_factor, bias_factor, out_factor,
     LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
     NESTEROV: tl.constexpr, DECAY: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -138,8 +138,9 @@ def layer_kernel(
             if METHOD == ADAM:
                 v = tl.load(v_ptr + state_at, mask, 0.0).to(tl.float32)
             w, m, v = _move(
-                w, g, m, v, head[:, None] * tail[None, :], rate, correction, shrink, weight_decay, sign,
-                momentum, first, rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
+                w, g, m, v, (head * frame_scale)[:, None] * tail[None, :], rate, correction, shrink,
+                weight_decay, sign, momentum, first, rest_first, second, rest_second, eps,
+                METHOD, NESTEROV, DECAY,
             )  # fmt: skip
             if METHOD != SGD:
                 tl.store(m_ptr + state_at, m.to(m_ptr.dtype.element_ty), mask)
@@ -158,7 +159,7 @@ def layer_kernel(
                 if METHOD == ADAM:
                     bias_v = tl.load(bias_v_ptr + r, r_mask, 0.0).to(tl.float32)
                 bias, bias_m, bias_v = _move(
-                    bias, bias_g, bias_m, bias_v, head, bias_rate, bias_correction, bias_shrink,
+                    bias, bias_g, bias_m, bias_v, head * bias_scale, bias_rate, bias_correction, bias_shrink,
                     bias_weight_decay, sign, momentum, first, rest_first, second, rest_second, eps,
                     METHOD, NESTEROV, DECAY,
                 )  # fmt: skip
@@ -171,15 +172,15 @@ def layer_kernel(
                 bias = bias_stored.to(tl.float32)
             if INTO:
                 # One part more than there are strips.
-                tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias, P), r_mask)
+                tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias * bias_factor, P), r_mask)
         edges = tl.where(mask, _power(w, P), 0.0)
         if INTO:
-            tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1), r_mask)
+            tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1) * into_factor, r_mask)
         if OUT:
             out = _total(next_out, next_out_parts, rows, r, r_mask, 64)
             column_sums += edges * out[:, None]
     if OUT:
-        tl.store(column_parts + share * columns + n, tl.sum(column_sums, 0), n_mask)
+        tl.store(column_parts + share * columns + n, tl.sum(column_sums, 0) * out_factor, n_mask)
 
 
 @triton.jit
