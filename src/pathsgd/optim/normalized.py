@@ -14,20 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd.errors import PathError
-from pathsgd.geometry.scales import Gamma, check_p
+from pathsgd.geometry.scales import check_p
 from pathsgd.geometry.sharing import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.optim.chart import Chart, Limit
 from pathsgd.optim.kernels import torch_rules
 from pathsgd.optim.kernels.choice import Choice, check_implementation
 from pathsgd.optim.kernels.plan import Plan, Ready
 from pathsgd.optim.kernels.rule import Rule
 from pathsgd.optim.limit import check_limit
 from pathsgd.optim.source import ScaleSource, source_and_params
-
-Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
-"""Shortens the steps of these parameters, which were at these weights."""
 
 
 class PathNormalized(Optimizer):
@@ -47,8 +44,8 @@ class PathNormalized(Optimizer):
 
     Stacks of linear layers under torch's SGD, Adagrad, Adam and AdamW are moved by the kernels of PathSGD,
     with no copies. What they have no rule for is taken to z and back around the base's own step, during which
-    up to six copies of those parameters are held: other optimizers, other layers, and ``dampening``,
-    ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
+    two copies of those parameters are held, and none between steps: other optimizers, other layers, and
+    ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> optimizer = PathNormalized(torch.optim.AdamW, model, lr=1e-3, weight_decay=0.1)
@@ -149,7 +146,7 @@ class PathNormalized(Optimizer):
         inside = [(p, g) for p, g in zip(rest, gammas, strict=True) if g is not None]
         # A closure may raise in the middle of a step, when what falls back has moved too.
         outside = [p for p, g in zip(rest, gammas, strict=True) if g is None] if closure is not None else []
-        chart = _Chart(inside, outside, self._limit() if inside else None)
+        chart = Chart(inside, outside, self._limit() if inside else None)
         with torch.no_grad(), _hidden(chains), chart.entered():
             loss = self.base.step() if closure is None else self.base.step(chart.wrapped(closure))
         with torch.no_grad():
@@ -208,99 +205,6 @@ def _hidden(chains: list[Ready]) -> Iterator[None]:
             p.grad = grad
 
 
-class _Chart:
-    """Parameters seen as z = w sqrt(gamma), with gamma held fixed: in place, on the same Parameters."""
-
-    def __init__(
-        self, parameters: list[tuple[Tensor, Gamma]], outside: list[Tensor], limit: Limit | None
-    ) -> None:
-        self.parameters = parameters
-        self.outside = outside
-        self.limit = limit
-        self.start: list[Tensor] = []
-        self.origin: list[Tensor] = []
-        self.grads: list[Tensor | None] = []
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, each Parameter holds z and its .grad holds h; outside, w and g as they were."""
-        self.start = [p.detach().clone() for p, _ in self.parameters]
-        outside = [p.detach().clone() for p in self.outside]
-        self.grads = [p.grad for p, _ in self.parameters]
-        try:
-            self._write([gamma.multiply(_computed(p, gamma)) for p, gamma in self.parameters])
-            # Read back, since a parameter of low precision rounds z.
-            self.origin = [_computed(p, gamma).clone() for p, gamma in self.parameters]
-            self._check_range()
-            self._take_gradients()
-            yield
-        except BaseException:
-            self._write(self.start)
-            for p, value in zip(self.outside, outside, strict=True):
-                p.data.copy_(value)
-            raise
-        else:
-            steps = self._steps()
-            if self.limit is not None:
-                steps = self.limit([p for p, _ in self.parameters], self.start, steps)
-            self._write(self._weights(steps))
-        finally:
-            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
-                p.grad = grad
-
-    def wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as a function of z: evaluated at the weights z stands for, its gradient as h."""
-
-        def evaluate() -> Any:
-            here = [p.detach().clone() for p, _ in self.parameters]
-            self._write(self._weights(self._steps()))
-            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
-                p.grad = grad
-            with torch.enable_grad():
-                loss = closure()
-            self.grads = [p.grad for p, _ in self.parameters]
-            self._write(here)
-            self._take_gradients()
-            return loss
-
-        return evaluate
-
-    def _check_range(self) -> None:
-        """z may be beyond fp16 where w is not; bf16 has the range of fp32."""
-        for (p, _), z in zip(self.parameters, self.origin, strict=True):
-            if p.dtype == torch.float16 and not bool(torch.isfinite(z).all()):
-                raise PathError(
-                    "a weight in invariant coordinates is beyond the range of float16, in which this "
-                    "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
-                )
-
-    def _take_gradients(self) -> None:
-        for p, gamma in self.parameters:
-            if p.grad is not None:
-                if p.grad.is_sparse:
-                    raise RuntimeError("PathNormalized does not support sparse gradients")
-                p.grad = gamma.divide(_computed(p.grad, gamma)).to(p.dtype)
-
-    def _steps(self) -> list[Tensor]:
-        """``z' - z``."""
-        return [
-            _computed(p, gamma) - origin
-            for (p, gamma), origin in zip(self.parameters, self.origin, strict=True)
-        ]
-
-    def _weights(self, steps: list[Tensor]) -> list[Tensor]:
-        """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
-        return [
-            start + gamma.divide(step).to(p.dtype)
-            for (p, gamma), start, step in zip(self.parameters, self.start, steps, strict=True)
-        ]
-
-    def _write(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            for (p, _), value in zip(self.parameters, values, strict=True):
-                p.copy_(value)
-
-
 def _check_group(group: dict[str, Any]) -> None:
     for name in ("p", "max_relative_step", "fallback_lr"):
         if name in group:
@@ -309,10 +213,6 @@ def _check_group(group: dict[str, Any]) -> None:
                 if name != "fallback_lr"
                 else "'fallback_lr' is an option of PathSGD; give PathNormalized a group with its own lr"
             )
-
-
-def _computed(x: Tensor, gamma: Gamma) -> Tensor:
-    return x.detach().to(gamma.arithmetic.dtype)
 
 
 def PathAdagrad(model: Any, example_input: Any = None, lr: float = 1e-2, **options: Any) -> PathNormalized:  # noqa: N802

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pathsgd.errors import PathError
 from pathsgd.paper.bench.measure import Row, Setting, measure
 from pathsgd.paper.bench.methods import BASELINE, METHODS, SWEPT
 from pathsgd.paper.bench.timing import bytes_per_us
@@ -40,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.read is not None:
-        found = json.loads(options.read.read_text())
-        rows = [Row(**row) for row in found["rows"]]
+        found, rows = _read(options.read)
         for row in rows:
             print(line(row))
     else:
@@ -52,6 +52,14 @@ def run(options: argparse.Namespace) -> int:
         draw(rows, f"{found['machine']}, torch {found['torch']}", options.plot)
         print(f"drawn to {options.plot}")
     return 0
+
+
+def _read(path: Path) -> tuple[dict[str, str], list[Row]]:
+    try:
+        found = json.loads(path.read_text())
+        return found, [Row(**row) for row in found["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PathError(f"{path} holds no numbers of pathsgd bench --json ({error})") from error
 
 
 def _measured(options: argparse.Namespace) -> tuple[dict[str, str], list[Row]]:

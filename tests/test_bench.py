@@ -1,0 +1,74 @@
+"""``pathsgd bench``: that it measures, writes, reads and draws. What it measures is for benchmarks to say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pathsgd.paper import cli
+from pathsgd.paper.bench import command
+from pathsgd.paper.bench.measure import Setting
+from pathsgd.paper.networks import ResNet, stack
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The same studies on networks that take no time."""
+
+    def settings(on_gpu, quick, sweep):
+        yield Setting("stack", lambda: stack(6, 8, 8, 10), (4, 6))
+        if not quick:
+            yield Setting("conv", lambda: ResNet(4, (1,), 10), (2, 3, 16, 16))
+        for batch in (1, 4) if sweep else ():
+            yield Setting("stack", lambda: stack(6, 8, 8, 10), (batch, 6), study="batch", at=batch)
+
+    monkeypatch.setattr(command, "settings", settings)
+    monkeypatch.setattr(command, "bytes_per_us", lambda device: 1e4)
+
+
+def test_it_measures_writes_and_draws(small, tmp_path, capsys):
+    numbers, picture = tmp_path / "cost.json", tmp_path / "cost.png"
+    arguments = ["bench", "--device", "cpu", "--seconds", "0.001", "--sweep", "--json", str(numbers)]
+    assert cli.main(arguments) == 0
+    rows = json.loads(numbers.read_text())["rows"]
+    assert {row["net"] for row in rows} == {"stack", "conv"}
+    assert all(row["train_us"] > row["step_us"] > 0 for row in rows if row["method"] == "SGD, fused")
+    assert "PathNormalized(AdamW)" in {row["method"] for row in rows if row["net"] == "conv"}
+    assert [row["ratio"] for row in rows if row["method"] == "SGD, fused"] == [1.0] * 4
+    measured = capsys.readouterr().out
+    assert "not measured" not in measured
+    assert cli.main(["bench", "--read", str(numbers), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.startswith(measured)
+
+
+def test_some_methods_beside_the_one_all_are_compared_with(small, tmp_path, capsys):
+    assert (
+        cli.main(["bench", "--device", "cpu", "--quick", "--seconds", "0.001", "--methods", "PathSGD"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert ["PathSGD" in line for line in lines] == [False, True]
+
+
+def test_errors_are_one_line(small, tmp_path, capsys):
+    assert cli.main(["bench", "--read", str(tmp_path / "missing.json")]) == 1
+    (tmp_path / "cut.json").write_text('{"rows": [')
+    assert cli.main(["bench", "--read", str(tmp_path / "cut.json")]) == 1
+    assert (
+        cli.main(["bench", "--device", "cpu", "--quick", "--seconds", "0.001", "--json", str(tmp_path)]) == 1
+    )
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
+    assert all(line.startswith("pathsgd: ") for line in errors)
+
+
+def test_the_settings_of_the_study():
+    full = list(command.settings(on_gpu=True, quick=False, sweep=True))
+    assert [s.at for s in full if s.study == "batch"] == [1, 4, 16, 64, 256, 1024, 4096]
+    assert {s.study for s in full} == {"networks", "batch", "width", "depth"}
+    assert [s.net for s in command.settings(on_gpu=False, quick=True, sweep=False)] == ["784-4000-4000-10"]
+    x = torch.zeros(2, 1024)
+    (deep,) = [s for s in full if s.net == "4 layers of 1024"]
+    assert deep.make()(x).shape == (2, 10)
