@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,36 @@ def measure(
     setting: Setting, methods: Sequence[str], seconds: float, speed: float, device: torch.device
 ) -> tuple[list[Row], list[str]]:
     """The rows, and what could not be measured and why. ``speed`` is the memory's, in bytes per us."""
+    rounds = 1 if device.type == "cuda" else ROUNDS
+    found = [_round(setting, methods, seconds / rounds, device) for _ in range(rounds)]
+    count = sum(p.numel() for p in setting.make().parameters())
+    train = {name: statistics.median(r.train[name] for r in found) for name in found[0].train}
+    rows = [
+        Row(
+            setting.study, setting.net, setting.at, setting.shape[0], setting.tf32, name, train[name],
+            statistics.median(r.step[name] for r in found), statistics.median(r.eager[name] for r in found),
+            3 * 4 * count / speed, train[name] / train[BASELINE],
+        )
+        for name in train
+    ]  # fmt: skip
+    return rows, found[0].failed
+
+
+ROUNDS = 3
+"""On a CPU, with models made anew: where in memory a model happens to lie can cost it a third of its speed."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The times of one set of models."""
+
+    train: dict[str, float]
+    step: dict[str, float]
+    eager: dict[str, float]
+    failed: list[str]
+
+
+def _round(setting: Setting, methods: Sequence[str], seconds: float, device: torch.device) -> _Round:
     x = torch.randn(setting.shape, device=device)
     y = torch.randint(10, (len(x),), device=device)
     whole: dict[str, Run] = {}
@@ -57,12 +88,10 @@ def measure(
     eager: dict[str, Run] = {}
     alive: list[object] = []  # a captured graph does not keep what it works on
     failed = []
-    count = 0
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = setting.tf32
     for name in methods:
         torch.manual_seed(0)
         model = setting.make().to(device)
-        count = sum(p.numel() for p in model.parameters())
         try:
             optimizer = METHODS[name](model, x[:1])
             if optimizer is None:
@@ -84,14 +113,7 @@ def measure(
     eagerly = steps
     if device.type == "cuda":
         eagerly = median_us({name: eager[name] for name in whole}, seconds / 4, device)
-    rows = [
-        Row(
-            setting.study, setting.net, setting.at, len(x), setting.tf32, name, took[name], steps[name],
-            eagerly[name], 3 * 4 * count / speed, took[name] / took[BASELINE],
-        )
-        for name in took
-    ]  # fmt: skip
-    return rows, failed
+    return _Round(took, steps, eagerly, failed)
 
 
 def _steps(model: nn.Module, optimizer: Steps, x: Tensor, y: Tensor) -> tuple[Run, Run]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 Run = Callable[[], object]
+LEAST = 3
+"""Times that a median is taken of, however long they take."""
 
 
 def median_us(runs: dict[str, Run], seconds: float, device: torch.device) -> dict[str, float]:
@@ -18,7 +20,7 @@ def median_us(runs: dict[str, Run], seconds: float, device: torch.device) -> dic
             run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds * len(runs)
-    while runs and (time.perf_counter() < end or len(next(iter(times.values()))) < 5):
+    while runs and (time.perf_counter() < end or len(next(iter(times.values()))) < LEAST):
         for name, run in runs.items():
             times[name].append(_timed(run, device))
     return {name: statistics.median(values) for name, values in times.items()}
