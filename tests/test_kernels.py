@@ -389,3 +389,12 @@ def test_gammas_too_far_apart_for_one_frame_are_left_to_the_reference(kind):
     found, optimizer = train(model, implementation=kind, lr=1e-3)
     assert not carried(optimizer)
     assert_close(found, expected)
+
+
+def test_a_user_without_a_home_has_no_compiled_kernels(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", nowhere)
+    assert build.function.__wrapped__(build.Case(build.MOVE, p=2)) is None

@@ -219,3 +219,71 @@ def test_no_copies_of_the_parameters():
     assert sum(t.numel() for kept in vectors for t in kept.values()) <= 2 * (300 + 400 + 500 + 10)
     state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.dim()]
     assert sum(t.numel() for t in state) == 2 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_not_that_of_the_kernels(dtype):
+    model = stack(5, 300, 8, 3)
+    expected, _ = train(copy.deepcopy(model), "SGD", implementation="reference")
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        found, optimizer = train(model, "SGD", implementation="compiled")
+    finally:
+        torch.set_default_dtype(before)
+    assert carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_of_two_precisions_in_one_model(kind):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.wide = stack(5, 8, 3), stack(5, 8, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.narrow(x), self.wide(x.double())
+
+    model = Two()
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 5)
+    for m, implementation in ((model, kind), (other, "reference")):
+        optimizer = PathNormalized(SGD, m, x, lr=1e-3, momentum=0.9, implementation=implementation)
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum(y.square().sum().float() for y in m(x)).backward()
+            optimizer.step()
+    assert_close(model, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_gradient_with_strides(kind):
+    model = stack(5, 8, 3)
+    other = copy.deepcopy(model)
+    for m, implementation in ((model, kind), (other, "reference")):
+        optimizer = PathNormalized(Adam, m, lr=1e-3, implementation=implementation)
+        for _ in range(3):
+            torch.manual_seed(0)
+            for p in m.parameters():
+                p.grad = torch.randn(*p.shape, 2)[..., 0]
+            optimizer.step()
+    assert_close(model, other)
+
+
+def test_sgd_without_momentum_keeps_no_state():
+    _, optimizer = train(stack(5, 8, 3), "SGD")
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("widths", [(0, 4, 3), (4, 3, 0), (4, 0, 3)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_of_no_size_and_weights_beyond_floats(widths):
+    model = stack(*widths)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-25)
+    optimizer = PathNormalized(Adam, model, torch.zeros(1, widths[0]), lr=1e-3)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()

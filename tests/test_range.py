@@ -239,3 +239,14 @@ def test_a_bias_too_small_to_matter_is_no_reason_for_exponents():
     with torch.no_grad():
         model[1].weight[0] = 1e-30  # now the sum itself is too small
     assert scales(graph, graph.tensors(model), 2).exponents
+
+
+@pytest.mark.parametrize(("p", "bias"), [(2, 1e-30), (4, 1e-13)])
+def test_a_small_bias_that_is_all_a_unit_has_is_not_lost(p, bias):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[1], model[0].bias[1] = 0, bias
+    graph = pathsgd.trace(model)
+    found = scales(graph, graph.tensors(model), p)
+    gamma = found["2.weight"].log2()[0, 1]
+    assert gamma.item() == pytest.approx(2 * math.log2(bias), rel=1e-6)

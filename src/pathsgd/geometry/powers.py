@@ -16,6 +16,8 @@ from pathsgd.geometry.scaled import Arithmetic
 from pathsgd.geometry.weights import Tensors, base_tensor, inverse_sigma, seen_through
 from pathsgd.graph.nodes import Stored, Weight
 
+Key = tuple[str, tuple[float, ...], float | None]
+
 
 class Powered(Arithmetic):
     """The arithmetic of a network whose edges come as powers already."""
@@ -25,11 +27,10 @@ class Powered(Arithmetic):
 
 
 class EdgePowers:
-    """``|parameter * factors|^p`` in plain floats."""
+    """``|parameter * factors|^p`` in plain floats, rounded as with exponents: the product first."""
 
     def __init__(self, tensors: Tensors, arithmetic: Arithmetic) -> None:
         self.tensors, self.arithmetic = tensors, arithmetic
-        self._bases: dict[tuple[str, tuple[float, ...], float | None], Tensor] = {}
         self._factors: dict[int, Tensor | None] = {}
         self._edges: dict[int, Tensor] = {}
 
@@ -47,44 +48,46 @@ class EdgePowers:
 
     def prepare(self, weights: Sequence[Weight]) -> None:
         """Computes these together."""
-        self._power(stored for weight in weights for stored in _stored(weight))
+        bases = self._bases(stored for weight in weights for stored in _stored(weight))
         factors: list[Tensor | None] = [None] * len(weights)
         for place in range(max([0, *(len(weight.factors) for weight in weights)])):
             more = [
-                self._seen(weight.factors[place]) if place < len(weight.factors) else None
+                _seen(weight.factors[place], bases) if place < len(weight.factors) else None
                 for weight in weights
             ]
             factors = _products(factors, more)
-        parameters = [None if w.parameter is None else self._seen(w.parameter) for w in weights]
-        for weight, factor, edges in zip(weights, factors, _products(parameters, factors), strict=True):
+        parameters = [None if w.parameter is None else _seen(w.parameter, bases) for w in weights]
+        signed = [*_products(parameters, factors), *factors]
+        powers = iter(_powers(self.arithmetic, [tensor for tensor in signed if tensor is not None]))
+        powered = [None if tensor is None else next(powers) for tensor in signed]
+        count = len(weights)
+        for weight, edges, factor in zip(weights, powered[:count], powered[count:], strict=True):
             assert edges is not None
-            self._factors[id(weight)], self._edges[id(weight)] = factor, edges
+            self._edges[id(weight)], self._factors[id(weight)] = edges, factor
 
-    def _power(self, wanted: Iterable[Stored]) -> None:
-        """The powers of the tensors these are views of."""
-        missing = {_key(stored): stored for stored in wanted if _key(stored) not in self._bases}
-        plain = [replace(stored, inverse_sigma=None) for stored in missing.values()]
+    def _bases(self, wanted: Iterable[Stored]) -> dict[Key, Tensor]:
+        """The tensors these are views of, each once."""
+        kinds = {_key(stored): stored for stored in wanted}
+        plain = [replace(stored, inverse_sigma=None) for stored in kinds.values()]
         bases = [base_tensor(stored, self.tensors, self.arithmetic.dtype) for stored in plain]
-        self._invert_sigmas(bases, [stored.inverse_sigma for stored in missing.values()])
-        self._bases.update(zip(missing, _powers(self.arithmetic, bases), strict=True))
-
-    def _invert_sigmas(self, bases: list[Tensor], epsilons: Sequence[float | None]) -> None:
-        """Replaces variances by 1/sigma, those with the same epsilon together."""
+        epsilons = [stored.inverse_sigma for stored in kinds.values()]
         for epsilon in {e for e in epsilons if e is not None}:
             places = [k for k, e in enumerate(epsilons) if e == epsilon]
             for k, inverse in zip(places, _inverse_sigmas([bases[k] for k in places], epsilon), strict=True):
                 bases[k] = inverse
-
-    def _seen(self, stored: Stored) -> Tensor:
-        return seen_through(stored, self._bases[_key(stored)])
+        return dict(zip(kinds, bases, strict=True))
 
 
 def _stored(weight: Weight) -> Iterable[Stored]:
     return weight.factors if weight.parameter is None else (weight.parameter, *weight.factors)
 
 
-def _key(stored: Stored) -> tuple[str, tuple[float, ...], float | None]:
+def _key(stored: Stored) -> Key:
     return stored.name, stored.literal, stored.inverse_sigma
+
+
+def _seen(stored: Stored, bases: dict[Key, Tensor]) -> Tensor:
+    return seen_through(stored, bases[_key(stored)])
 
 
 def _together(tensors: Sequence[Tensor]) -> bool:

@@ -99,9 +99,17 @@ class RangeCheck:
         """Whether a unit of node k that paths reach was computed to be zero."""
         node = self.flow.graph.nodes[k]
         plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
-        alive = [_indicator(values[source].mantissa, plain) for source in node.inputs]
+        alive = [self._alive(source, values, plain) for source in node.inputs]
         reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.flow.device)
         return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
+
+    def _alive(self, k: int, values: Values, plain: Arithmetic) -> Scaled:
+        """Which units of node k paths reach. What was not looked at may be zero for being too small."""
+        node = self.flow.graph.nodes[k]
+        if k not in self._summands or not isinstance(node.operation, PRODUCTS):
+            return _indicator(values[k].mantissa, plain)
+        inputs = [self._alive(source, values, plain) for source in node.inputs]
+        return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.flow.device)
 
     def _lost_backward(self, k: int, values: Values, gradients: Values) -> bool:
         """The same question for what flows back into node k from its readers."""

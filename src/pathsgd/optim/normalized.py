@@ -102,8 +102,7 @@ class PathNormalized(Optimizer):
         return self.source.traced()
 
     def refresh(self) -> None:
-        """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy) with
-        ``refresh_every`` over 1."""
+        """Measure gamma anew at the next step: after writes that torch does not count (``.data``, numpy)."""
         self.source.refresh()
         if self._plan is not None:
             self._plan.forget()

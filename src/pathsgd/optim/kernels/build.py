@@ -42,7 +42,10 @@ def function(case: Case) -> Callable[..., None] | None:
     if compiler is None or os.name != "posix":
         return None
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pathsgd"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pathsgd"
+    except RuntimeError:  # a user without a home
+        return None
     defines = tuple(f"-D{name.upper()}={int(value)}" for name, value in case._asdict().items())
     for options in ((*OPTIONS, native, *defines), (*OPTIONS, *defines)):
         key = hashlib.sha256(repr((SOURCE.read_text(), compiler, options, _processor())).encode()).hexdigest()

@@ -43,9 +43,13 @@ class ChainStep:
             return False
         frame, carried = found
         count = len(into)
-        self.implementation.start(carried[:count], carried[count:], frame)
-        # What was in range as it was measured may still be too far apart for one exponent.
-        if scales.exponents and not self.implementation.in_range():
+        dtype = self.implementation.dtype
+        gammas = [x.to(dtype) for x in carried]
+        self.implementation.start(gammas[:count], gammas[count:], frame)
+        # What was in range as it was measured may be too far apart for one exponent, or for fewer bits.
+        lowered = any(x.dtype != dtype for x in carried)
+        lost = lowered and any(bool(((y == 0) & (x > 0)).any()) for x, y in zip(carried, gammas, strict=True))
+        if (scales.exponents or lowered) and (lost or not self.implementation.in_range()):
             return False
         self._stamps = stamps(parameters)
         return True

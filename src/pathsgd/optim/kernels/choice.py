@@ -51,7 +51,7 @@ def implementation_for(choice: Choice, layers: Sequence[LayerTensors]) -> Kind |
             f"implementation='triton' needs parameters on a GPU, not on {first.device}; use 'auto'"
         )
     if choice == "triton" or (choice == "auto" and first.is_cuda and has_triton()):
-        return "triton" if first.dtype in (torch.float32, *LOW) else None
+        return "triton" if first.dtype in (torch.float32, *LOW) and _biases_in_one_piece(layers) else None
     if first.device.type != "cpu":
         return None
     return "compiled" if choice != "blocked" and compiled.fits(layers) else "blocked"
@@ -65,6 +65,11 @@ def make(kind: Kind, chain: Chain, p: int, like: Tensor) -> Implementation:
     if kind == "compiled":
         return Compiled(p, torch.float32)
     return Plain(p, torch.float32 if like.dtype in LOW else like.dtype)
+
+
+def _biases_in_one_piece(layers: Sequence[LayerTensors]) -> bool:
+    biases = [t for layer in layers for t in (layer.bias, layer.bias_grad) if t is not None]
+    return all(t.is_contiguous() for t in biases)
 
 
 def _alike(layers: Sequence[LayerTensors]) -> bool:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from pathsgd.optim.kernels import build
 from pathsgd.optim.kernels.build import ADAGRAD, ADAM, DECAY, MOMENTUM, MOVE, SUMS, Case
@@ -52,9 +53,9 @@ class Compiled(Plain):
     def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         shares = _shares(layer)
         # Sums that nobody asked for are of zeros: cheaper than a case of its own.
-        next_into = self.next_into[k] if into else torch.zeros(layer.columns)
-        next_out = self.next_out[k] if out else torch.zeros(layer.rows)
-        row_sums, column_sums = torch.empty(layer.rows), torch.zeros(len(shares), layer.columns)
+        next_into = self.next_into[k] if into else _zeros(layer.columns)
+        next_out = self.next_out[k] if out else _zeros(layer.rows)
+        row_sums, column_sums = _zeros(layer.rows), _zeros(len(shares), layer.columns)
         weight, grad = layer.weight, layer.weight_grad
         state = (*layer.weight_state, weight, weight)[:2]  # a place for pointers that are not looked at
         tensors = (
@@ -73,6 +74,11 @@ class Compiled(Plain):
 
         _each(work, len(shares))
         self._keep(k, layer, [row_sums] if into else [], column_sums.sum(0) if out else None)
+
+
+def _zeros(*shape: int) -> Tensor:
+    """Floats for update.c, whatever torch's default dtype and device are."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 def case_of(rule: Rule, move: bool = True) -> Case:

@@ -84,14 +84,14 @@ def framed(
     frame = Frame(tuple(exponents[:count]), tuple(exponents[count:]), int(arithmetic.p))
     if any(vector.exponent is not None for vector in vectors):
         lost = (((x == 0) & (v.mantissa > 0)).any() for x, v in zip(carried, vectors, strict=True))
-        least = [float(torch.where(x > 0, x, 1).min()) for x in carried[count:]]
+        least = [float(torch.where(x > 0, x, 1).min()) if x.numel() else 1.0 for x in carried[count:]]
         if any(map(bool, lost)) or not frame.fits(least):
             return None
     return frame, carried
 
 
 def _highest(vector: Scaled) -> int:
-    if vector.exponent is None:
+    if vector.exponent is None or not vector.mantissa.numel():
         return 0
     alive = torch.where(vector.mantissa > 0, vector.exponent, -math.inf).max()
     return int(alive) if bool(alive > DEAD // 2) else 0

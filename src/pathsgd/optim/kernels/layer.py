@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pathsgd.optim.kernels.frame import Frame
@@ -52,6 +53,9 @@ class Implementation(Protocol):
     last ``finish`` to move layer k, and may be asked for the next ``into[k + 1]`` (if the next ``into[k]``
     is known) and the next ``out[k - 1]`` (if the next ``out[k]`` is).
     """
+
+    dtype: torch.dtype
+    """Of the gammas."""
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
         """Takes gammas that were measured, in a frame of exponents (all 0 if none is given)."""

@@ -28,16 +28,18 @@ class Plain:
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
         self.frame = frame or plain_frame(len(into), self.p)
+        self.into: dict[int, Tensor] = {}
+        self.out: dict[int, Tensor] = {}
         self.next_into = dict(enumerate(into))
         self.next_out = dict(enumerate(out))
         self.finish()
 
     def finish(self) -> None:
+        self._in_range = self._check()
         self.into = {k: inverse_root(x, self.p) for k, x in self.next_into.items()}
         roots = {k: inverse_root(x, self.p) for k, x in self.next_out.items()}
         self.out = {k: root * self.frame.scale(k) for k, root in roots.items()}
         self.bias = {k: root * self.frame.bias_scale(k) for k, root in roots.items()}
-        self._in_range = self._check()
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         self._move_bias(k, layer)
@@ -133,8 +135,11 @@ class Plain:
             self.next_out[k - 1] = column_sums * self.frame.out_factor(k)
 
     def _check(self) -> bool:
-        """Sums must stay where plain floats lose nothing; a unit that is dead counts as such."""
+        """Sums must stay where plain floats lose nothing; a unit that was dead before counts as such."""
         _, low, high = safe_range(self.dtype)
+        for now, before in ((self.next_into, self.into), (self.next_out, self.out)):
+            if any(bool(((now[k] == 0) & (root > 0)).any()) for k, root in before.items()):
+                return False
         sums = torch.cat([*self.next_into.values(), *self.next_out.values()])
         alive = sums[sums != 0]
         if not alive.numel():

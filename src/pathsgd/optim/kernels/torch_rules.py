@@ -66,18 +66,18 @@ def _next_step(count: float | Tensor) -> float | Tensor:
 
 def prepare(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Makes the state that torch would make at a parameter's first step."""
-    state = optimizer.state[parameter]
-    names = STATES[type(optimizer)]
     if isinstance(optimizer, SGD):
-        if group["momentum"] and state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-    elif not state:  # Adagrad has its own from the beginning
+        if group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return
+    state = optimizer.state[parameter]
+    if not state:  # Adagrad has its own from the beginning
         on_device = group["capturable"] or group["fused"]
         dtype = torch.float32
         if not group["fused"] and torch.get_default_dtype() == torch.float64:
             dtype = torch.float64
         state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-        for name in names:
+        for name in STATES[type(optimizer)]:
             state[name] = torch.zeros_like(parameter)
 
 

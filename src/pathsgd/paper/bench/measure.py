@@ -67,7 +67,7 @@ def measure(
 
 
 ROUNDS = 3
-"""On a CPU, with models made anew: where in memory a model happens to lie can cost it a third of its speed."""
+"""On a CPU, with models made anew: where a model happens to lie in memory can cost a third of its speed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def _round(setting: Setting, methods: Sequence[str], seconds: float, device: tor
     eager: dict[str, Run] = {}
     alive: list[object] = []  # a captured graph does not keep what it works on
     failed = []
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = setting.tf32
+    torch.backends.cuda.matmul.allow_tf32 = setting.tf32
+    torch._C._set_cudnn_allow_tf32(setting.tf32)  # torch.backends.cudnn may have been frozen
     for name in methods:
         torch.manual_seed(0)
         model = setting.make().to(device)

@@ -28,19 +28,19 @@ ROWS = {0: 16, 1: 8, 2: 8}
 """Of a block, by the numbers kept for a weight: more would not fit into the registers."""
 FINISHED = 128
 """Entries of a vector that a program finishes."""
-LOOK_EVERY = 16
-"""Steps between two looks at whether plain floats are still enough: far too few to leave their range."""
 
 
 class OnGpu:
     """A chain's gammas on a GPU."""
 
+    dtype = torch.float32
+
     def __init__(self, chain: Chain, p: int, device: torch.device) -> None:
         self.p, self.device = p, device
         self.layout = layout = layout_of(chain, _processors(device))
         vectors = layout.vectors
-        self.parts = torch.zeros(sum(v.parts * v.length for v in vectors), device=device)
-        self.inverse = torch.zeros(sum(v.length for v in vectors), device=device)
+        self.parts = torch.zeros(sum(v.parts * v.length for v in vectors), dtype=self.dtype, device=device)
+        self.inverse = torch.zeros(sum(v.length for v in vectors), dtype=self.dtype, device=device)
         # Views are made once: making one takes as long as launching a kernel.
         self._into, self._out = (
             [self.parts[v.offset :] for v in group] for group in (layout.into, layout.out)
@@ -50,7 +50,6 @@ class OnGpu:
         )
         self.flag = torch.zeros((), dtype=torch.int32, device=device)
         self._seen = torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._steps = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         blocks = [
             (v.offset, v.parts, v.length, v.place, start)
@@ -126,15 +125,13 @@ class OnGpu:
         finish_kernel[(len(self.table),)](
             self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISHED
         )
-        self._steps += 1
 
     def in_range(self) -> bool:
         return int(self.flag) == 0
 
     def trusted(self) -> bool:
-        if self._steps % LOOK_EVERY == 0:
-            # Without waiting: what is read is what an earlier look brought here.
-            self._seen.copy_(self.flag, non_blocking=True)
+        # Without waiting: what is read may be a step old.
+        self._seen.copy_(self.flag, non_blocking=True)
         return int(self._seen) == 0
 
 
