@@ -46,6 +46,14 @@ def train(model, steps=5, width=None, between=None, **options):
     return model, optimizer
 
 
+def rescaled(model):
+    """A copy of a stack of three layers, its hidden units rescaled by powers of two."""
+    other = copy.deepcopy(model)
+    units = [(k, n) for k in (0, 2) for n in range(model[k].out_features)]
+    pathsgd.rescale(other, None, {(str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k, n in units})
+    return other
+
+
 def assert_close(found, expected, rtol=1e-6):
     for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert (a - b).norm() <= rtol * b.norm(), name
@@ -105,11 +113,7 @@ def test_a_hundred_steps(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rescaled_copies_give_the_same_bits(kind):
     model = stack(7, 20, 33, 5)
-    other = copy.deepcopy(model)
-    scales = {
-        (str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k in (0, 2) for n in range(model[k].out_features)
-    }
-    pathsgd.rescale(other, None, scales)
+    other = rescaled(model)
     for m in (model, other):
         train(m, implementation=kind, momentum=0.9, weight_decay=0.1)
     x = torch.randn(3, 7)

@@ -15,7 +15,7 @@ from pathsgd.graph.chains import chains
 from pathsgd.optim.kernels.gpu.chain import OnGpu
 from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.rule import Rule, moved
-from test_kernels import KINDS, assert_close, carried, stack
+from test_kernels import KINDS, assert_close, carried, rescaled, stack
 
 OPTIMIZERS = {
     "SGD": (SGD, {"lr": 1e-3}),
@@ -102,11 +102,7 @@ def test_a_hundred_steps(kind, name):
 @pytest.mark.parametrize("name", ["momentum, decay", "Adagrad, decays", "Adam, decay", "AdamW"])
 def test_rescaled_copies_give_the_same_bits(kind, name):
     model = stack(7, 20, 33, 5)
-    other = copy.deepcopy(model)
-    scales = {
-        (str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k in (0, 2) for n in range(model[k].out_features)
-    }
-    pathsgd.rescale(other, None, scales)
+    other = rescaled(model)
     for m in (model, other):
         train(m, name, implementation=kind)
     x = torch.randn(3, 7)
@@ -210,8 +206,8 @@ def test_what_kernels_have_no_rule_for_goes_by_the_chart(kind, options):
     assert optimizer._plan is None or not optimizer._plan._steps
 
 
-def test_no_copies_of_the_parameters():
-    """Torch's own state and a few vectors, and during the step no more than that."""
+def test_no_copies_of_the_parameters_are_kept():
+    """Between steps there is torch's own state and a few vectors."""
     model = stack(300, 400, 500, 10)
     _, optimizer = train(model, "AdamW", steps=2)
     (step,) = optimizer._plan._steps.values()

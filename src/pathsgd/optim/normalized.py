@@ -174,8 +174,7 @@ class PathNormalized(Optimizer):
             return []
         self.source.check_identity()
         if self._plan is None:
-            named = dict(self.source.model.named_parameters())
-            self._plan = Plan(self.source.traced(), named, self.implementation)
+            self._plan = Plan(self.source.traced(), self.source.model, self.implementation)
         return self._plan.ready(rules, lambda p: torch_rules.state_of(self.base, p), self.source.gammas)
 
     def _limit(self) -> Limit | None:

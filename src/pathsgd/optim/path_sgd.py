@@ -228,8 +228,7 @@ class PathSGD(Optimizer):
             return []
         self.source.check_identity()
         if self._plan is None:
-            named = dict(self.source.model.named_parameters())
-            self._plan = Plan(self.source.traced(), named, self.implementation)
+            self._plan = Plan(self.source.traced(), self.source.model, self.implementation)
         return self._plan.ready(rules, self._state_of, self.source.gammas)
 
     def _state_of(self, parameter: Tensor) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pathsgd.geometry.scales import Scales
 from pathsgd.graph.chains import Chain, Layer, chains
@@ -30,9 +30,9 @@ class Ready(NamedTuple):
 class Plan:
     """The chains of a model, with what each carries from step to step."""
 
-    def __init__(self, graph: PathGraph, parameters: Mapping[str, Tensor], choice: Choice) -> None:
+    def __init__(self, graph: PathGraph, model: nn.Module, choice: Choice) -> None:
         self.choice = choice
-        self.parameters = parameters
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.chains = chains(graph)
         self._steps: dict[tuple[object, ...], ChainStep] = {}
 

@@ -76,6 +76,33 @@ def _move(
 
 
 @triton.jit
+def _update(
+    w_at, g_at, m_at, v_at, mask, scale, rate, correction, shrink, coupled, sign, momentum, first, rest_first,
+    second, rest_second, eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """Moves weights or biases in place; returns them as they were stored, which rounds them."""
+    w = tl.load(w_at, mask, 0.0)
+    # Gradients are not looked at again: the cache is better kept for the weights.
+    g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+    m, v = g, g
+    if METHOD != SGD:
+        m = tl.load(m_at, mask, 0.0).to(tl.float32)
+    if METHOD == ADAM:
+        v = tl.load(v_at, mask, 0.0).to(tl.float32)
+    moved, m, v = _move(
+        w.to(tl.float32), g, m, v, scale, rate, correction, shrink, coupled, sign, momentum, first,
+        rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
+    )  # fmt: skip
+    if METHOD != SGD:
+        tl.store(m_at, m.to(m_at.dtype.element_ty), mask)
+    if METHOD == ADAM:
+        tl.store(v_at, v.to(v_at.dtype.element_ty), mask)
+    stored = moved.to(w.dtype)
+    tl.store(w_at, stored, mask)
+    return stored.to(tl.float32)
+
+
+@triton.jit
 def _total(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
     """The sum of the parts of a vector, several loads in flight."""
     part = tl.arange(0, AT_ONCE)
@@ -125,51 +152,26 @@ def layer_kernel(
         r_mask = r < last_row
         mask = r_mask[:, None] & n_mask[None, :]
         w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
-        w = tl.load(w_at, mask, 0.0).to(tl.float32)
         if MOVE:
             head = tl.load(inverse_out + r, r_mask, 0.0)
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
-            # Gradients are not looked at again: the cache is better kept for the weights.
-            g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
             state_at = r[:, None].to(tl.int64) * columns + n[None, :]
-            m, v = g, g
-            if METHOD != SGD:
-                m = tl.load(m_ptr + state_at, mask, 0.0).to(tl.float32)
-            if METHOD == ADAM:
-                v = tl.load(v_ptr + state_at, mask, 0.0).to(tl.float32)
-            w, m, v = _move(
-                w, g, m, v, (head * frame_scale)[:, None] * tail[None, :], rate, correction, shrink,
-                weight_decay, sign, momentum, first, rest_first, second, rest_second, eps,
-                METHOD, NESTEROV, DECAY,
+            w = _update(
+                w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask,
+                (head * frame_scale)[:, None] * tail[None, :], rate, correction, shrink, weight_decay, sign,
+                momentum, first, rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
             )  # fmt: skip
-            if METHOD != SGD:
-                tl.store(m_ptr + state_at, m.to(m_ptr.dtype.element_ty), mask)
-            if METHOD == ADAM:
-                tl.store(v_ptr + state_at, v.to(v_ptr.dtype.element_ty), mask)
-            stored = w.to(w_ptr.dtype.element_ty)
-            tl.store(w_at, stored, mask)
-            w = stored.to(tl.float32)
+        else:
+            w = tl.load(w_at, mask, 0.0).to(tl.float32)
         if BIAS and strip == 0:
-            bias = tl.load(bias_ptr + r, r_mask, 0.0).to(tl.float32)
             if MOVE:
-                bias_g = tl.load(bias_g_ptr + r, r_mask, 0.0).to(tl.float32)
-                bias_m, bias_v = bias_g, bias_g
-                if METHOD != SGD:
-                    bias_m = tl.load(bias_m_ptr + r, r_mask, 0.0).to(tl.float32)
-                if METHOD == ADAM:
-                    bias_v = tl.load(bias_v_ptr + r, r_mask, 0.0).to(tl.float32)
-                bias, bias_m, bias_v = _move(
-                    bias, bias_g, bias_m, bias_v, head * bias_scale, bias_rate, bias_correction, bias_shrink,
-                    bias_weight_decay, sign, momentum, first, rest_first, second, rest_second, eps,
-                    METHOD, NESTEROV, DECAY,
+                bias = _update(
+                    bias_ptr + r, bias_g_ptr + r, bias_m_ptr + r, bias_v_ptr + r, r_mask, head * bias_scale,
+                    bias_rate, bias_correction, bias_shrink, bias_weight_decay, sign, momentum, first,
+                    rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
                 )  # fmt: skip
-                if METHOD != SGD:
-                    tl.store(bias_m_ptr + r, bias_m.to(bias_m_ptr.dtype.element_ty), r_mask)
-                if METHOD == ADAM:
-                    tl.store(bias_v_ptr + r, bias_v.to(bias_v_ptr.dtype.element_ty), r_mask)
-                bias_stored = bias.to(bias_ptr.dtype.element_ty)
-                tl.store(bias_ptr + r, bias_stored, r_mask)
-                bias = bias_stored.to(tl.float32)
+            else:
+                bias = tl.load(bias_ptr + r, r_mask, 0.0).to(tl.float32)
             if INTO:
                 # One part more than there are strips.
                 tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias * bias_factor, P), r_mask)

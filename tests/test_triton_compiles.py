@@ -1,0 +1,72 @@
+"""The Triton kernels go through Triton's own compiler for a GPU, which is stricter than its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import warnings
+
+warnings.simplefilter("ignore")  # Triton announces changes of its next version
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
+
+INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
+    f"{tensor}_{axis}" for tensor in "wg" for axis in ("row", "column")
+}
+VECTORS = {"inverse_out", "inverse_into", "next_into", "next_out", "row_parts", "column_parts"}
+
+
+def kind(name, low):
+    if name in INTEGERS:
+        return "i32"
+    if name in VECTORS or name.endswith("_ptr"):
+        return f"*{low}" if name in ("w_ptr", "g_ptr", "bias_ptr", "bias_g_ptr") else "*fp32"
+    return "fp32"
+
+
+def compiled(kernel, types, constants):
+    types = {**types, **dict.fromkeys(constants, "constexpr")}
+    made = triton.compile(
+        ASTSource(fn=kernel, signature={n: types[n] for n in kernel.arg_names}, constexprs=constants),
+        target=GPUTarget("cuda", 90, 32),
+    )
+    assert made.asm["cubin"]
+
+
+USUAL = dict(
+    LR_ON_DEVICE=False, STEP_ON_DEVICE=False, MOVE=True, METHOD=0, NESTEROV=False, DECAY="all", BIAS=True,
+    INTO=True, OUT=True, P=2, ROWS=8, COLUMNS=64,
+)
+for low, case in (
+    ("fp32", {}),
+    ("bf16", dict(METHOD=1, NESTEROV=True)),
+    ("fp16", dict(METHOD=2, DECAY="coupled", P=4)),
+    ("fp32", dict(METHOD=3, DECAY="live", LR_ON_DEVICE=True, STEP_ON_DEVICE=True)),
+    ("bf16", dict(MOVE=False, BIAS=False, OUT=False, P=1)),
+):
+    compiled(layer_kernel, {n: kind(n, low) for n in layer_kernel.arg_names}, {**USUAL, **case})
+tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
+compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
+print("compiled")
+"""
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    """In a process of its own: the tests' process interprets Triton."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = tmp_path / "kernels.py"
+    script.write_text(CODE)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "compiled\n", done.stderr[-2000:]
