@@ -113,6 +113,10 @@ def comparisons():
         yield lambda n=name, b=base, o=options: one(WIDTHS[0], torch.float32, o, name=n, base=b)
     yield lambda: one(WIDTHS[0], torch.bfloat16, NORMALIZED["Adam"][1], name="Adam", base=torch.optim.Adam)
     yield from (hundred_steps, same_bits, in_a_cuda_graph, adam_in_a_cuda_graph, recorded, odd_layouts)
+    for widths in WIDTHS:
+        for name in ("PathSGD", *NORMALIZED):
+            yield lambda w=widths, n=name: replayed(w, n)
+    yield lambda: replayed([32] * 41, "PathSGD")  # too deep for plain floats
 
 
 def hundred_steps():
@@ -198,6 +202,40 @@ def recorded():
     found, expected = optimizer.source.gammas(2), path_scales(model, optimizer.graph)
     largest = max(((found[n].dense() - g).abs().max() / g.max()).item() for n, g in expected.items())
     return within("recorded gammas after forty steps", largest, 1e-5)
+
+
+def replayed(widths, name):
+    """Steps that the optimizer recorded itself: under a schedule, with gradients in two places by turns, and
+    weights that somebody else writes in between."""
+    ends = []
+    for implementation in ("reference", "triton"):
+        model = stack(widths)
+        options = {"lr": 1e-3, "implementation": implementation}
+        if name == "PathSGD":
+            optimizer = PathSGD(model, momentum=0.9, weight_decay=0.1, **options)
+        else:
+            base, own = NORMALIZED[name]
+            optimizer = PathNormalized(base, model, **{**own, **options})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        places = [[torch.empty_like(p) for p in model.parameters()] for _ in range(2)]
+        gammas = path_scales(model)
+        generator = torch.Generator("cuda").manual_seed(0)
+        for k in range(24):
+            for (n, p), grad in zip(model.named_parameters(), places[k % 2], strict=True):
+                # As large as moves a weight by a part of itself, whatever its gamma is.
+                size = gammas[n] * p.detach().abs() if name == "PathSGD" else 1e-2 * gammas[n].sqrt()
+                p.grad = grad.normal_(generator=generator).mul_(size)
+            if k == 12:
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+                    model[2].weight.mul_(0.5)
+            optimizer.step()
+            schedule.step()
+        ends.append(model)
+    (step,) = optimizer._plan._steps.values()
+    if len(step.implementation._recorded._graphs) != 2:
+        raise Wrong(f"{name}: {len(step.implementation._recorded._graphs)} steps recorded, not 2")
+    return within(f"{len(widths) - 1} layers, {name}, replayed", gap(ends[1], ends[0]), 1e-6)
 
 
 def odd_layouts():

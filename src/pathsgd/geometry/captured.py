@@ -18,6 +18,9 @@ from pathsgd.graph.path_graph import PathGraph
 LOOK_EVERY = 16
 """Replays between two looks at whether plain floats are still enough: far too few to leave their range."""
 
+OTHERS_GO_ON = "thread_local"
+"""Other threads may allocate meanwhile, as those of a data loader do."""
+
 
 class CapturedScales:
     """The gammas of one model at one p, in plain floats; measured once eagerly before."""
@@ -27,13 +30,13 @@ class CapturedScales:
         self.addresses = addresses(tensors)
         self.recorded, self.look = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
-            with torch.cuda.graph(self.recorded):
+            with torch.cuda.graph(self.recorded, capture_error_mode=OTHERS_GO_ON):
                 self.scales = measure(flow_of(graph, tensors, p), None)
                 take_roots(self.scales.values())  # so that they are replayed too
                 for gamma in self.scales.values():
                     gamma.roots()
             # A second graph with a check, which takes as long again and is replayed now and then.
-            with torch.cuda.graph(self.look, pool=self.recorded.pool()):
+            with torch.cuda.graph(self.look, pool=self.recorded.pool(), capture_error_mode=OTHERS_GO_ON):
                 flow = flow_of(graph, tensors, p)
                 self.check = RangeCheck(flow)
                 measure(flow, self.check)

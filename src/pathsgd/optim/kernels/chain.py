@@ -64,6 +64,12 @@ class ChainStep:
 
     def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor]) -> None:
         """One step, in place; ``parameters`` are those the layers show."""
+        self.implementation.run(layers, self._launch)
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)  # as any write of torch's own does
+        self._stamps = stamps(parameters)
+
+    def _launch(self, layers: Sequence[LayerTensors]) -> None:
         count = len(layers)
         middle = count // 2
         implementation = self.implementation
@@ -82,9 +88,6 @@ class ChainStep:
                 implementation.sums(k, layers[k], into=True, out=False)
             implementation.join()
         implementation.finish()
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)  # as any write of torch's own does
-        self._stamps = stamps(parameters)
 
     def forget(self) -> None:
         """The weights were written by somebody else."""

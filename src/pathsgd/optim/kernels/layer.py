@@ -12,7 +12,7 @@ So the layer is read once and written once, and what the next step needs falls o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +59,9 @@ class Implementation(Protocol):
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
         """Takes gammas that were measured, in a frame of exponents (all 0 if none is given)."""
+
+    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+        """A whole step: ``launch(layers)``, which calls what follows, or something that comes to the same."""
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         """Moves layer k and sums what was asked for from its new weights."""

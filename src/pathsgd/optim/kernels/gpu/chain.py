@@ -8,7 +8,7 @@ Everything stays on the device, at fixed addresses, so a step can be captured in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.frame import Frame, plain_frame
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.gpu.layout import COLUMNS, layout_of
+from pathsgd.optim.kernels.gpu.recorded import Recorded
 from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.rule import Rule
 
@@ -57,9 +58,14 @@ class OnGpu:
             for start in range(0, v.length, FINISHED)
         ]
         self.table = torch.tensor(blocks, dtype=torch.int64, device=device)
+        self._recorded = Recorded(device) if device.type == "cuda" else None
+        self.frame = plain_frame(len(chain), p)
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
-        self.frame = frame or plain_frame(len(into), self.p)
+        frame = frame or plain_frame(len(into), self.p)
+        if frame != self.frame and self._recorded is not None:
+            self._recorded.forget()
+        self.frame = frame
         self.parts.zero_()
         self.inverse.zero_()
         self.flag.zero_()
@@ -67,6 +73,13 @@ class OnGpu:
         for vector, value in zip(self.layout.vectors, (*into, *out), strict=True):
             self.parts[vector.offset : vector.offset + vector.length].copy_(value)
         self.finish()
+
+    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+        if self._recorded is None:
+            launch(layers)
+        else:
+            with torch.cuda.device(self.device):  # Triton launches on the current one
+                self._recorded.run(layers, launch)
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         self._launch(k, layer, into, out, move=True)
