@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Stamp = tuple[int, int, tuple[float, ...]]
+Stamp = tuple[int, int, tuple[int, ...]]
 SAMPLED = 16
 
 
@@ -17,11 +19,18 @@ def stamps(tensors: Iterable[Tensor]) -> list[Stamp]:
     return [(t.data_ptr(), t._version, _sample(t)) for t in tensors]
 
 
-def _sample(tensor: Tensor) -> tuple[float, ...]:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+def _sample(tensor: Tensor) -> tuple[int, ...]:
+    """The bits of a few numbers, read from memory: torch would take a microsecond for each."""
+    count = tensor.numel()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not count:
         return ()
-    flat = tensor.detach().view(-1)
-    return tuple(flat[:: max(len(flat) // SAMPLED, 1)].tolist())
+    size, start = tensor.element_size(), tensor.data_ptr()
+    every = max(count // SAMPLED, 1) * size
+    read = _BITS.get(size, ctypes.c_uint8).from_address
+    return tuple([read(address).value for address in range(start, start + count * size, every)])
+
+
+_BITS: dict[int, Any] = {2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
 def blind() -> bool:

@@ -50,12 +50,28 @@ class LayerPointers(ctypes.Structure):
 class Compiled(Plain):
     """fp32 layers by update.c; everything small by torch."""
 
+    def _move_bias(self, k: int, layer: LayerTensors) -> None:
+        bias, grad, state = layer.bias, layer.bias_grad, layer.bias_state
+        if bias is None or grad is None:
+            return
+        function = build.function(case_of(layer.bias_rule))
+        if function is None or not _in_one_piece(bias, grad, *state):
+            super()._move_bias(k, layer)
+            return
+        # A matrix of one column, whose sums nobody asks for.
+        zeros = _nothing(layer.rows)
+        tensors = (bias, grad, *(*state, bias, bias)[:2], self.bias[k], _ONE, zeros, zeros,
+                   _empty(layer.rows), _empty(1))  # fmt: skip
+        own = LayerPointers(*(t.data_ptr() for t in tensors), 1, 1, 1)
+        numbers = numbers_of(layer.bias_rule)
+        function(ctypes.byref(own), ctypes.byref(numbers), 0, layer.rows)
+
     def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         shares = _shares(layer)
         # Sums that nobody asked for are of zeros: cheaper than a case of its own.
-        next_into = self.next_into[k] if into else _zeros(layer.columns)
-        next_out = self.next_out[k] if out else _zeros(layer.rows)
-        row_sums, column_sums = _zeros(layer.rows), _zeros(len(shares), layer.columns)
+        next_into = self.next_into[k] if into else _nothing(layer.columns)
+        next_out = self.next_out[k] if out else _nothing(layer.rows)
+        row_sums, column_sums = _empty(layer.rows), _empty(len(shares), layer.columns).zero_()
         weight, grad = layer.weight, layer.weight_grad
         state = (*layer.weight_state, weight, weight)[:2]  # a place for pointers that are not looked at
         tensors = (
@@ -73,12 +89,29 @@ class Compiled(Plain):
             function(ctypes.byref(own), ctypes.byref(numbers), *shares[n])
 
         _each(work, len(shares))
-        self._keep(k, layer, [row_sums] if into else [], column_sums.sum(0) if out else None)
+        self._keep(k, layer, [row_sums] if into else [], _summed(column_sums) if out else None)
 
 
-def _zeros(*shape: int) -> Tensor:
+def _summed(parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+def _in_one_piece(*tensors: Tensor) -> bool:
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+
+
+def _empty(*shape: int) -> Tensor:
     """Floats for update.c, whatever torch's default dtype and device are."""
-    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+_ONE = _empty(1).fill_(1.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _nothing(length: int) -> Tensor:
+    """Zeros that are only read."""
+    return _empty(length).zero_()
 
 
 def case_of(rule: Rule, move: bool = True) -> Case:

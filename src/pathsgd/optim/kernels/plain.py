@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,18 +28,25 @@ class Plain:
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
         self.frame = frame or plain_frame(len(into), self.p)
-        self.into: dict[int, Tensor] = {}
-        self.out: dict[int, Tensor] = {}
+        self._inverse: Tensor | None = None
         self.next_into = dict(enumerate(into))
         self.next_out = dict(enumerate(out))
         self.finish()
 
     def finish(self) -> None:
-        self._in_range = self._check()
-        self.into = {k: inverse_root(x, self.p) for k, x in self.next_into.items()}
-        roots = {k: inverse_root(x, self.p) for k, x in self.next_out.items()}
-        self.out = {k: root * self.frame.scale(k) for k, root in roots.items()}
-        self.bias = {k: root * self.frame.bias_scale(k) for k, root in roots.items()}
+        # All vectors as one: each call of torch costs as much as the work on a few thousand numbers.
+        vectors = [*self.next_into.values(), *self.next_out.values()]
+        sums = torch.cat(vectors)
+        inverse = inverse_root(sums, self.p)
+        self._in_range, self._inverse = self._check(sums, self._inverse), inverse
+        roots = inverse.split([len(v) for v in vectors])
+        count, frame = len(self.next_into), self.frame
+        self.into = dict(enumerate(roots[:count]))
+        self.out = {k: _times(root, frame.scale(k)) for k, root in enumerate(roots[count:])}
+        self.bias = {k: _times(root, frame.bias_scale(k)) for k, root in enumerate(roots[count:])}
+
+    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+        launch(layers)
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         self._move_bias(k, layer)
@@ -126,26 +133,27 @@ class Plain:
 
     def _keep(self, k: int, layer: LayerTensors, row_parts: list[Tensor], column_sums: Tensor | None) -> None:
         if row_parts:
-            total = torch.cat(row_parts) * self.frame.into_factor(k)
+            parts = row_parts[0] if len(row_parts) == 1 else torch.cat(row_parts)
+            total = _times(parts, self.frame.into_factor(k))
             if layer.bias is not None:
-                bias = layer.bias.to(self.dtype) * self.frame.bias_factor(k)
+                bias = _times(layer.bias.to(self.dtype), self.frame.bias_factor(k))
                 total = total + powered(bias, self.p)
             self.next_into[k + 1] = total
         if column_sums is not None:
-            self.next_out[k - 1] = column_sums * self.frame.out_factor(k)
+            self.next_out[k - 1] = _times(column_sums, self.frame.out_factor(k))
 
-    def _check(self) -> bool:
+    def _check(self, sums: Tensor, before: Tensor | None) -> bool:
         """Sums must stay where plain floats lose nothing; a unit that was dead before counts as such."""
-        _, low, high = safe_range(self.dtype)
-        for now, before in ((self.next_into, self.into), (self.next_out, self.out)):
-            if any(bool(((now[k] == 0) & (root > 0)).any()) for k, root in before.items()):
-                return False
-        sums = torch.cat([*self.next_into.values(), *self.next_out.values()])
-        alive = sums[sums != 0]
-        if not alive.numel():
+        if not sums.numel():
             return True
-        least, largest = torch.aminmax(alive)
-        return bool(least >= low) and bool(largest <= high)
+        _, low, high = safe_range(self.dtype)
+        if before is not None and bool(((sums == 0) & (before > 0)).any()):
+            return False
+        return bool(torch.where(sums == 0, 1.0, sums).min() >= low) and bool(sums.max() <= high)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def _write(weight: Tensor, state: State, new: tuple[Tensor, State]) -> None:
