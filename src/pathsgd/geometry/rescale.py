@@ -152,12 +152,15 @@ def unbalance(
     units: int | None = None,
     factor: float = 10.0,
     sigma: float = 1.0,
+    powers_of_two: bool = False,
     generator: torch.Generator | None = None,
 ) -> None:
     """The paper's random rescaling, in place: ``units`` hidden units are picked with replacement, and
     each is rescaled by ``factor * c`` with c log-normal(0, sigma).
 
-    ``units`` defaults to a quarter of those that can be rescaled, the paper's 2000 of 8000.
+    ``units`` defaults to a quarter of those that can be rescaled, the paper's 2000 of 8000. With
+    ``powers_of_two`` every unit's scale is taken to the nearest power of two, so that no weight is rounded
+    and what is invariant stays so to the last bit.
     """
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
@@ -179,4 +182,5 @@ def unbalance(
     drawn = torch.randn(picks, generator=generator, dtype=torch.float64, device=device).cpu()
     logarithms = torch.zeros(found.count, dtype=torch.float64)
     logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)
-    apply_scales(graph, tensors, found, logarithms.exp())
+    factors = (logarithms / math.log(2)).round().exp2() if powers_of_two else logarithms.exp()
+    apply_scales(graph, tensors, found, factors)

@@ -8,8 +8,19 @@ from collections.abc import Sequence
 
 from pathsgd.errors import PathError
 from pathsgd.paper.bench import command as bench
+from pathsgd.paper.commands import figures, reproduce, sweep, train
+from pathsgd.paper.data import command as data
+from pathsgd.paper.inspect import command as inspect
 
-COMMANDS = {"bench": bench}
+COMMANDS = {
+    "reproduce": reproduce,
+    "figures": figures,
+    "train": train,
+    "sweep": sweep,
+    "bench": bench,
+    "data": data,
+    "inspect": inspect,
+}
 """Each has HELP, DESCRIPTION, add_arguments(parser) and run(options) -> exit code."""
 
 
@@ -17,7 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pathsgd", description="Rescaling-invariant training for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        own = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
@@ -27,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pathsgd: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
         return 130
 
 

@@ -1,0 +1,106 @@
+"""An epoch of the paper's network with evaluation, for each method: ``python benchmarks/epoch.py``.
+
+Also how many runs a GPU takes together faster than one after another (lanes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from pathsgd.paper.data.dataset import Dataset
+from pathsgd.paper.data.load import load
+from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.experiment.methods import METHODS
+from pathsgd.paper.experiment.problem import problem_of
+from pathsgd.paper.experiment.training import Training
+
+
+def like_cifar() -> Dataset:
+    """Noise in the shape of CIFAR-10: times do not depend on the numbers."""
+    x = torch.randint(256, (60_000, 3072), dtype=torch.uint8)
+    y = torch.randint(10, (60_000,))
+    return Dataset("noise, 50000 of 3072", (3, 32, 32), 10, x[:50_000], y[:50_000], x[50_000:], y[50_000:])
+
+
+def epochs(training: Training, count: int) -> list[float]:
+    problem, times = training.problem, []
+    for _ in range(count):
+        start = time.perf_counter()
+        training.epoch()
+        training.evaluate(problem.evaluated_x, problem.evaluated_y)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def lanes_together(runs: list[Run], problem, device) -> float:
+    """Seconds for an epoch of all of these, each in a stream of its own."""
+
+    def prepared(run):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            training = Training(run, problem)
+            training.epoch()
+        return stream, training
+
+    ready = [prepared(run) for run in runs]
+
+    def work(pair):
+        with torch.cuda.stream(pair[0]):
+            epochs(pair[1], 3)
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(work, ready))
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--data-dir", type=Path, help="where MNIST is; without it only noise is used")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--hidden", nargs="+", type=int, default=[4000, 4000])
+    parser.add_argument("--lanes", nargs="*", type=int, default=[])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = options.device
+    rows = []
+    sets = [like_cifar()] + ([load("mnist", options.data_dir, download=False)] if options.data_dir else [])
+    for data in sets:
+        base = Run(dataset=data.name, step_size=1e-6, hidden=tuple(options.hidden))
+        problem = problem_of(data, base, device)
+        for dropout in (0.0, 0.5):
+            for name in options.methods:
+                training = Training(dataclasses.replace(base, method=name, dropout=dropout), problem)
+                first, *rest = epochs(training, 4)
+                row = {"data": data.name, "method": name, "dropout": dropout, "lanes": 1,
+                       "seconds": statistics.median(rest), "first": first}  # fmt: skip
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                del training
+        for count in options.lanes:
+            for name in ("sgd", "path-sgd"):
+                run = dataclasses.replace(base, method=name)
+                row = {"data": data.name, "method": name, "dropout": 0.0, "lanes": count,
+                       "seconds": lanes_together([run] * count, problem, device)}  # fmt: skip
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    if options.json is not None:
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        options.json.write_text(
+            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

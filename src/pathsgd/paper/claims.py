@@ -1,0 +1,196 @@
+"""The paper's seven claims, each held, not held or not tested, with its numbers.
+
+What "considerably", "faster" and "about" mean is fixed here, for all data sets alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pathsgd.paper.cost import Cost
+from pathsgd.paper.evidence import Race, Spread, finals, last, race
+from pathsgd.paper.experiment.methods import METHODS, method
+from pathsgd.paper.experiment.results import Results
+from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.figures.examples import explosion, poor_updates
+from pathsgd.paper.summary import Claim, Verdict
+
+PATH, RIVALS = "path-sgd", ("sgd", "adagrad")
+CLOSE = 0.005
+"""Test errors of runs that only rounding tells apart."""
+HURT, HURT_LOSS = 1.25, 2.0
+"""How many times the test error, or the training loss, of the balanced start is a considerable harm."""
+ABOUT = 1.05
+"""The most a step may cost, in steps of SGD."""
+
+
+def claims(results: Results, cost: Cost | None) -> list[Claim]:
+    return [
+        _same_curves(results),
+        _unbalance_hurts(results),
+        _faster(results),
+        _generalises(results),
+        _with_dropout(results),
+        _figure_one(results),
+        _costs(results, cost),
+    ]
+
+
+def _verdict(holds: Sequence[bool]) -> Verdict:
+    return "not tested" if not holds else "held" if all(holds) else "not held"
+
+
+def _where(dataset: str, dropout: float) -> str:
+    return dataset.split("=")[0] + (f", dropout {dropout:g}" if dropout else "")
+
+
+def _same_curves(results: Results) -> Claim:
+    holds, evidence = [], []
+    for cell, exact in results.exact.items():
+        own = results.finals[cell]
+        other = results.finals.get(Cell(cell.dataset, cell.dropout, "unbalanced", cell.method), [])
+        same = exact.lines == own[0].lines
+        holds.append(same)
+        text = f"{_where(cell.dataset, cell.dropout)}, {method(cell.method).label}: "
+        text += f"scales that are powers of two: {'equal bit for bit' if same else 'NOT equal'}"
+        if other:
+            errors = last(own, "test_error"), last(other, "test_error")
+            holds.append(abs(errors[0].mean - errors[1].mean) <= CLOSE)
+            gap = max(
+                abs(a - b)
+                for x, y in zip(own, other, strict=True)
+                for a, b in zip(x.curve("train_loss"), y.curve("train_loss"), strict=False)
+            )
+            text += (
+                f"; log-normal scales: test error {errors[0].percent()} balanced, {errors[1].percent()} "
+                f"unbalanced, training losses apart by {gap:.1e} at most"
+            )
+        evidence.append(text)
+    return Claim(
+        1, "Path-SGD started balanced and unbalanced gives the same curves.", _verdict(holds), evidence
+    )
+
+
+def _unbalance_hurts(results: Results) -> Claim:
+    holds, evidence = [], []
+    for dataset in results.study.datasets:
+        for dropout in results.study.dropouts:
+            for name in RIVALS:
+                cells = [Cell(dataset, dropout, init, name) for init in ("balanced", "unbalanced")]
+                if not all(cell in results.finals for cell in cells):
+                    continue
+                errors = [last(results.finals[cell], "test_error") for cell in cells]
+                losses = [last(results.finals[cell], "train_loss") for cell in cells]
+                # So written that nan, a run that diverged, is harm.
+                holds.append(
+                    not errors[1].mean < HURT * errors[0].mean
+                    or not losses[1].mean < HURT_LOSS * losses[0].mean
+                )
+                evidence.append(
+                    f"{_where(dataset, dropout)}, {method(name).label}: test error {errors[0].percent()} "
+                    f"balanced, {errors[1].percent()} unbalanced; training loss {losses[0].plain()} and "
+                    f"{losses[1].plain()}"
+                )
+    text = "Unbalanced initialisation hurts SGD and AdaGrad considerably"
+    text += f" ({HURT:g} times the test error or {HURT_LOSS:g} times the training loss, or more)."
+    return Claim(2, text, _verdict(holds), evidence)
+
+
+def _compared(results: Results, dropout: float) -> dict[str, tuple[Race | None, dict[str, Spread]]]:
+    """For each data set with all three methods, balanced: who is faster, and the test errors."""
+    found = {}
+    for dataset in results.study.datasets:
+        runs = finals(results, dataset, dropout, "balanced", (PATH, *RIVALS))
+        if len(runs) == 3:
+            errors = {name: last(own, "test_error") for name, own in runs.items()}
+            found[dataset] = race(runs), errors
+    return found
+
+
+def _epochs(found: Race | None) -> str:
+    if found is None:
+        return "one of them diverged"
+    each = ", ".join(f"{METHODS[name].label} {epochs}" for name, epochs in found.epochs.items())
+    return f"epochs to a training loss of {found.target:.3g}: {each}"
+
+
+def _is_faster(found: Race | None) -> bool:
+    return found is not None and all(found.epochs[PATH] < found.epochs[rival] for rival in RIVALS)
+
+
+def _errors(errors: dict[str, Spread]) -> str:
+    return "test error " + ", ".join(f"{METHODS[n].label} {error.percent()}" for n, error in errors.items())
+
+
+def _is_better(errors: dict[str, Spread]) -> bool:
+    return all(errors[PATH].mean < errors[rival].mean for rival in RIVALS)
+
+
+def _faster(results: Results) -> Claim:
+    found = _compared(results, 0.0)
+    return Claim(
+        3,
+        "Balanced, without dropout: Path-SGD reaches a training loss in fewer epochs than SGD and AdaGrad.",
+        _verdict([_is_faster(own) for own, _ in found.values()]),
+        [f"{_where(name, 0.0)}: {_epochs(own)}" for name, (own, _) in found.items()],
+    )
+
+
+def _generalises(results: Results) -> Claim:
+    found = _compared(results, 0.0)
+    expected: dict[str, Callable[[dict[str, Spread]], bool]] = {
+        "cifar100": lambda errors: errors["sgd"].mean < errors[PATH].mean
+    }
+    return Claim(
+        4,
+        "Its final test error is lower, except on CIFAR-100, where SGD's is slightly lower.",
+        _verdict([expected.get(name, _is_better)(errors) for name, (_, errors) in found.items()]),
+        [f"{_where(name, 0.0)}: {_errors(errors)}" for name, (_, errors) in found.items()],
+    )
+
+
+def _with_dropout(results: Results) -> Claim:
+    holds, evidence = [], []
+    for dropout in (d for d in results.study.dropouts if d):
+        for name, (own, errors) in _compared(results, dropout).items():
+            if name != "mnist":
+                holds.append(_is_faster(own) and _is_better(errors))
+            evidence.append(f"{_where(name, dropout)}: {_epochs(own)}; {_errors(errors)}")
+    text = "With dropout, except on MNIST, it converges faster and generalises better."
+    return Claim(5, text, _verdict(holds), evidence)
+
+
+def _figure_one(results: Results) -> Claim:
+    burst, poor = explosion(), poor_updates()
+    holds = [burst.exploded, poor.sgd_gap > 1, poor.path_gap < 1e-12]
+    evidence = [
+        f"(b) {burst}",
+        f"(c) outputs of two equivalent networks after one step: apart by {poor.sgd_gap:.3g} with SGD, by "
+        f"{poor.path_gap:.1g} with Path-SGD",
+    ]
+    for dataset in results.study.datasets:
+        cells = [Cell(dataset, 0.0, init, "sgd") for init in ("balanced", "unbalanced")]
+        if all(cell in results.finals for cell in cells):
+            losses = [last(results.finals[cell], "train_loss") for cell in cells]
+            holds.append(not losses[1].mean <= losses[0].mean)
+            evidence.insert(
+                0,
+                f"(a) {_where(dataset, 0.0)}: SGD ends at a training loss of {losses[0].plain()} balanced, "
+                f"{losses[1].plain()} unbalanced",
+            )
+    text = (
+        "Figure 1: SGD fails on unbalanced networks: (a) in training, (b) by explosion, (c) by poor updates."
+    )
+    return Claim(6, text, _verdict(holds), evidence)
+
+
+def _costs(results: Results, cost: Cost | None) -> Claim:
+    batch = results.study.batch
+    text = f"A Path-SGD step costs about (B+1)/B of an SGD step: {(batch + 1) / batch:.3f} at batch {batch}."
+    if cost is None:
+        return Claim(7, text, "not tested", [])
+    evidence = [
+        f"{cost.net} on {cost.device}: a training step takes {cost.sgd_us:.0f} us with SGD (fused), "
+        f"{cost.path_us:.0f} us with Path-SGD, {cost.ratio:.3f} times as long (up to {ABOUT:g} is about)"
+    ]
+    return Claim(7, text, _verdict([cost.ratio <= ABOUT]), evidence)

@@ -1,0 +1,75 @@
+"""What the training commands share: where results go, on what device, with which data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pathsgd.errors import PathError
+from pathsgd.paper.data.load import load
+from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
+from pathsgd.paper.experiment.execute import Habits
+from pathsgd.paper.experiment.store import alone_in
+from pathsgd.paper.machine import device_of, share_out, weights_of
+from pathsgd.paper.progress import Progress
+
+
+def add_place(parser: argparse.ArgumentParser, out: str) -> None:
+    group = parser.add_argument_group("where and how")
+    group.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the results (default: {out})")
+    group.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="folder of the data sets: see `pathsgd data`"
+    )
+    group.add_argument("--no-download", action="store_true", help="use local copies of the data only")
+    group.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
+    group.add_argument(
+        "--lanes", type=int, metavar="N",
+        help="runs at a time (default: 2 on a GPU; on a CPU one per core, at most 4, for small networks, and "
+        "one for large ones)",
+    )  # fmt: skip
+    group.add_argument(
+        "--checkpoint-seconds", type=float, default=30.0, metavar="S",
+        help="save a run every so often; an interrupted one goes on from there (default: 30)",
+    )  # fmt: skip
+    group.add_argument("--tensorboard", action="store_true", help="also write the numbers for TensorBoard")
+    group.add_argument("--quiet", action="store_true", help="print results only")
+
+
+def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
+    return {name: load(name, options.data_dir, download=not options.no_download) for name in names}
+
+
+def place_of(
+    options: argparse.Namespace, datasets: Datasets, hidden: tuple[int, ...], out: Path,
+    keep_checkpoints: bool = False,
+) -> Place:  # fmt: skip
+    device = device_of(options.device)
+    weights = max(weights_of(data.features, hidden, data.classes) for data in datasets.values())
+    lanes = share_out(device, weights, options.lanes)
+    return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints))
+
+
+@contextmanager
+def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
+    """Inside, the only process at work in the folder, with progress on the terminal."""
+    progress = Progress(options.quiet)
+    reporter: Reporter = progress
+    with alone_in(out):
+        if options.tensorboard:
+            from pathsgd.paper.tensorboard import Logged
+
+            reporter = Logged(progress, out / "tensorboard")
+        try:
+            yield reporter
+        except torch.OutOfMemoryError as error:
+            raise PathError(f"out of memory: {str(error).splitlines()[0]}; try --lanes 1") from None
+        finally:
+            progress.close()
+            if reporter is not progress:
+                reporter.close()  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""What a step of Path-SGD costs on a study's own network, beside SGD's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pathsgd.paper.bench.measure import Setting, measure
+from pathsgd.paper.bench.methods import BASELINE
+from pathsgd.paper.experiment import store
+from pathsgd.paper.experiment.results import DataInfo
+from pathsgd.paper.experiment.study import Study
+from pathsgd.paper.experiment.training import architecture
+from pathsgd.paper.options import from_json
+
+SECONDS = 1.5
+"""For each method."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Whole training steps."""
+
+    net: str
+    device: str
+    sgd_us: float
+    path_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.path_us / self.sgd_us
+
+
+def measured(study: Study, info: DataInfo, device: torch.device) -> Cost:
+    features = math.prod(info.shape)
+    name = "-".join(map(str, (features, *study.hidden, info.classes)))
+    setting = Setting(
+        name,
+        lambda: architecture(study.net, info.shape, study.hidden, info.classes),
+        (study.batch, features),
+        tf32=study.tf32,
+    )
+    rows, _ = measure(setting, (BASELINE, "PathSGD"), SECONDS, 1.0, device)
+    sgd, path = (row.train_us for row in rows)
+    machine = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    return Cost(name, machine, sgd, path)
+
+
+def write(cost: Cost, out: Path) -> None:
+    store.write_json(out / "cost.json", dataclasses.asdict(cost))
+
+
+def read(out: Path) -> Cost | None:
+    path = out / "cost.json"
+    return from_json(Cost, store.read_json(path), str(path)) if path.exists() else None

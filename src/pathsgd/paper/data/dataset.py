@@ -1,0 +1,72 @@
+"""A data set in memory: images stay bytes, and become floats in [0, 1] when they are asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pathsgd.errors import PathError
+
+Split = tuple[Tensor, Tensor]
+"""Inputs (n, features) and labels (n,) int64."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Inputs are rows; ``scaled`` makes any of them, a batch or all, ready for a network.
+
+    >>> x = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
+    >>> data = Dataset("two", (2,), 2, x, torch.tensor([0, 1]), x[:1], torch.tensor([0]))
+    >>> data.features, data.scaled(data.train_x[1:])
+    (2, tensor([[0.2000, 0.4000]]))
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one input, channels first: (1, 28, 28), (3, 32, 32), (1, 8, 8), or (features,)."""
+    classes: int
+    train_x: Tensor
+    """(n, features), uint8, or float32 where the file held floats."""
+    train_y: Tensor
+    """(n,) int64, from 0 to classes - 1."""
+    test_x: Tensor
+    test_y: Tensor
+    highest: float = 255.0
+    """The stored value that ``scaled`` turns into 1: 255 for images, 16 for digits, 1 for floats."""
+
+    def __post_init__(self) -> None:
+        for split, x, y in (("train", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):
+            if x.shape != (len(y), self.features) or y.ndim != 1 or y.dtype != torch.int64 or not len(y):
+                raise PathError(
+                    f"{self.name}: {split} has inputs {tuple(x.shape)} and labels {tuple(y.shape)} of "
+                    f"{y.dtype}: expected (n, {self.features}) and (n,) of torch.int64 with n > 0"
+                )
+            if x.dtype not in (torch.uint8, torch.float32):
+                raise PathError(
+                    f"{self.name}: {split} inputs are {x.dtype}: expected torch.uint8 or torch.float32"
+                )
+            lowest, largest = int(y.min()), int(y.max())
+            if lowest < 0 or largest >= self.classes:
+                raise PathError(
+                    f"{self.name}: {split} has labels from {lowest} to {largest}: expected 0 to "
+                    f"{self.classes - 1}"
+                )
+
+    @property
+    def features(self) -> int:
+        return math.prod(self.shape)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Rows of train_x or test_x as float32 (n, features), in [0, 1] unless the file held floats."""
+        return x.flatten(1).to(torch.float32) / self.highest
+
+    def train(self) -> Split:
+        """All training inputs, scaled, and their labels."""
+        return self.scaled(self.train_x), self.train_y
+
+    def test(self) -> Split:
+        """All test inputs, scaled, and their labels."""
+        return self.scaled(self.test_x), self.test_y

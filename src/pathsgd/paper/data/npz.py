@@ -1,0 +1,130 @@
+"""Any data set in an npz file: train_x, train_y, test_x, test_y, read without unpickling anything.
+
+Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255. Floats
+have to be finite and are taken as they are: whether they lie in [0, 1] is the writer's business. Labels are
+whole numbers from 0; there are as many classes as the largest one says.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from pathsgd.errors import PathError
+from pathsgd.paper.data.checks import one_line, optional
+from pathsgd.paper.data.dataset import Dataset
+
+NAMES = ("train_x", "train_y", "test_x", "test_y")
+LARGEST = 4 << 30
+"""Bytes of all arrays together, so that a small file cannot inflate to more than a memory."""
+MOST_CLASSES = 1 << 16
+
+
+def read_npz(name: str, path: Path) -> Dataset:
+    if not path.is_file():
+        raise PathError(f"{path} is not a file: name one as {name}=FILE.npz")
+    optional("numpy", f"reading {path.name}")
+    arrays = _read(path)
+    inputs = {split: _inputs(arrays[f"{split}_x"], path, f"{split}_x") for split in ("train", "test")}
+    labels = {split: _labels(arrays[f"{split}_y"], path, f"{split}_y") for split in ("train", "test")}
+    for split in ("train", "test"):
+        if len(inputs[split]) != len(labels[split]):
+            raise PathError(
+                f"{path} has {len(inputs[split])} inputs in {split}_x and {len(labels[split])} labels in "
+                f"{split}_y: save as many of both"
+            )
+    train, test = inputs["train"], inputs["test"]
+    if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
+        raise PathError(
+            f"{path} has train_x {tuple(train.shape)} of {train.dtype} and test_x {tuple(test.shape)} of "
+            f"{test.dtype}: save both with one shape and one type"
+        )
+    shape = tuple(train.shape[1:])
+    classes = 1 + max(int(y.max()) for y in labels.values())
+    return Dataset(
+        name, (1, *shape) if len(shape) == 2 else shape, classes,
+        train.flatten(1), labels["train"], test.flatten(1), labels["test"],
+        255.0 if train.dtype == torch.uint8 else 1.0,
+    )  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            missing = [name for name in NAMES if f"{name}.npy" not in members]
+            if missing:
+                raise PathError(
+                    f"{path} lacks {', '.join(missing)}: save {', '.join(NAMES)} with numpy.savez"
+                )
+            total = sum(members[f"{name}.npy"].file_size for name in NAMES)
+            if total > LARGEST:
+                raise PathError(
+                    f"{path} claims {total} bytes of arrays, expected at most {LARGEST}: save fewer"
+                )
+            return {name: _array(archive, members[f"{name}.npy"], path, name) for name in NAMES}
+    except PathError:
+        raise
+    except Exception as error:  # whatever a broken file makes zipfile and numpy raise
+        raise PathError(
+            f"{path} is no sound npz file ({one_line(error)}): write it anew with numpy.savez"
+        ) from error
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name: str) -> Any:
+    """One array. Its header is held against the size of its file before numpy makes room for it."""
+    form = optional("numpy.lib.format", f"reading {path.name}")
+    with archive.open(member) as opened:
+        stream = cast(BinaryIO, opened)
+        version = form.read_magic(stream)
+        header = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
+        shape, _, kind = header(stream)
+        claimed, held = math.prod(shape) * kind.itemsize, member.file_size - stream.tell()
+    if kind.hasobject or kind.kind not in "biuf":
+        raise PathError(
+            f"{path} has {name} of type {kind}, expected numbers (nothing is ever unpickled): save a plain "
+            "array"
+        )
+    if claimed != held:
+        raise PathError(f"{path} has {name} {shape} of {claimed} bytes and holds {held}: write it anew")
+    with archive.open(member) as opened:
+        return form.read_array(opened, allow_pickle=False)
+
+
+def _inputs(array: Any, path: Path, name: str) -> Tensor:
+    if array.ndim not in (2, 3, 4) or not array.size:
+        raise PathError(
+            f"{path} has {name} {array.shape}, expected (n, features), (n, height, width) or "
+            "(n, channels, height, width), none of them 0: save it in one of these shapes"
+        )
+    if array.dtype.name == "uint8":
+        return torch.tensor(array)
+    if array.dtype.kind != "f":
+        raise PathError(
+            f"{path} has {name} of type {array.dtype}, expected uint8 or floats: convert it first"
+        )
+    numpy = optional("numpy", f"reading {path.name}")
+    with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
+        x = torch.tensor(array.astype("float32"))
+    if not bool(torch.isfinite(x).all()):
+        raise PathError(f"{path} has {name} with values that are not finite in float32: mend or drop them")
+    return x
+
+
+def _labels(array: Any, path: Path, name: str) -> Tensor:
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise PathError(
+            f"{path} has {name} {array.shape} of {array.dtype}, expected (n,) of an integer type: save it so"
+        )
+    lowest, largest = int(array.min()), int(array.max())
+    if lowest < 0 or largest >= MOST_CLASSES:
+        raise PathError(
+            f"{path} has {name} from {lowest} to {largest}, expected labels from 0 to at most "
+            f"{MOST_CLASSES - 1}: number the classes from 0"
+        )
+    return torch.tensor(array.astype("int64"))

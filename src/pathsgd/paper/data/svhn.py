@@ -1,0 +1,109 @@
+"""SVHN's cropped digits: MATLAB 5 files with X (32, 32, 3, n) and y (n, 1), where 10 stands for digit 0."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from pathsgd.errors import PathError
+from pathsgd.paper.data.checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, optional, reading
+from pathsgd.paper.data.dataset import Split
+
+COMPRESSED = 15
+HEADER = 128
+INFLATED = 2 << 30
+"""Bytes a file may inflate to; the largest file of SVHN, the extra digits, needs 1.6e9."""
+
+
+def read_svhn(path: Path) -> Split:
+    matlab = optional("scipy.io", f"reading {path.name}")
+    with reading(path), path.open("rb") as stream:
+        _check_inflated(stream, path)
+        stream.seek(0)
+        try:
+            arrays = {name: (shape, kind) for name, shape, kind in matlab.whosmat(stream, appendmat=False)}
+        except Exception as error:  # whatever a broken file makes the parser raise
+            raise _broken(path, error) from error
+        count = _check_arrays(arrays, path)
+        stream.seek(0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # scipy warns of an array it cannot read and gives a string
+                found = matlab.loadmat(stream, appendmat=False, variable_names=["X", "y"])
+            images, labels = found["X"][...], found["y"].reshape(-1)
+        except Exception as error:
+            raise _broken(path, error) from error
+    if images.shape != (32, 32, 3, count) or images.dtype.name != "uint8" or labels.shape != (count,):
+        raise _broken(path, ValueError(f"X is {images.shape} of {images.dtype}, y is {labels.shape}"))
+    y = torch.tensor(labels.tolist(), dtype=torch.float64)
+    if not bool((y == y.round()).all()):
+        raise PathError(f"{path} has labels that are not whole numbers: {RENEW}")
+    check_labels(y, 10, path, first=1)
+    x = torch.from_numpy(images).permute(3, 2, 0, 1).reshape(count, -1)
+    return x.contiguous(), y.long() % 10
+
+
+def _broken(path: Path, error: Exception) -> PathError:
+    return PathError(f"{path} is no sound MATLAB 5 file ({one_line(error)}): {RENEW}")
+
+
+def _check_arrays(arrays: dict[str, tuple[tuple[int, ...], str]], path: Path) -> int:
+    """The number of images that the headers of X and y agree on."""
+    (x, x_kind), (y, y_kind) = (arrays.get(name, ((), "missing")) for name in ("X", "y"))
+    count = x[-1] if x else 0
+    numbers = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "single", "double")
+    if (
+        x != (32, 32, 3, count)
+        or x_kind != "uint8"
+        or y not in ((count, 1), (1, count))
+        or y_kind not in numbers
+    ):
+        raise PathError(
+            f"{path} has X {x} of {x_kind} and y {y} of {y_kind}, expected (32, 32, 3, n) of uint8 and "
+            f"(n, 1) numbers: {RENEW}"
+        )
+    if not 0 < count <= MOST_EXAMPLES:
+        raise PathError(f"{path} claims to hold {count} images, expected 1 to {MOST_EXAMPLES}: {RENEW}")
+    return count
+
+
+def _check_inflated(stream: BinaryIO, path: Path) -> None:
+    """Walks over the file's elements and inflates them into nothing.
+
+    scipy allocates what an element claims; a few megabytes can claim, and inflate to, a whole memory.
+    """
+    order = {b"IM": "<", b"MI": ">"}.get(stream.read(HEADER)[HEADER - 2 :])
+    if order is None:
+        raise _broken(path, ValueError("no such header"))
+    left = INFLATED
+    end = stream.seek(0, 2)
+    place = HEADER
+    while place < end:
+        stream.seek(place)
+        tag = stream.read(8)
+        kind, size = struct.unpack(f"{order}II", tag) if len(tag) == 8 else (0, 0)
+        place += 8 + size
+        if len(tag) < 8 or place > end:
+            raise _broken(path, ValueError(f"it ends at byte {end}, within an element"))
+        if kind == COMPRESSED:
+            left -= _inflated(stream, size, left)
+            if left < 0:
+                raise PathError(f"{path} inflates to more than {INFLATED} bytes: {RENEW}")
+
+
+def _inflated(stream: BinaryIO, size: int, most: int) -> int:
+    """The bytes that the next ``size`` bytes inflate to, counted until they are more than ``most``."""
+    inflate = zlib.decompressobj()
+    count = 0
+    while size > 0 and count <= most:
+        chunk = stream.read(min(CHUNK, size))
+        size -= len(chunk)
+        while chunk and count <= most:
+            count += len(inflate.decompress(chunk, CHUNK))
+            chunk = inflate.unconsumed_tail
+    return count

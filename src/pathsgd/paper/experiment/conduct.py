@@ -1,0 +1,166 @@
+"""A study from wherever it stands to its end: search, choose, train on everything.
+
+Every run is found by its configuration, so the same command goes on where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pathsgd.paper.data.dataset import Dataset
+from pathsgd.paper.experiment import store
+from pathsgd.paper.experiment.choose import to_carry_on, winner
+from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.experiment.execute import Habits, execute
+from pathsgd.paper.experiment.manifest import manifest
+from pathsgd.paper.experiment.methods import method
+from pathsgd.paper.experiment.problem import Problems, checksum
+from pathsgd.paper.experiment.record import Line, Recorded
+from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
+from pathsgd.paper.experiment.study import Cell, Study, carried_on
+
+Datasets = dict[str, Dataset]
+
+
+class Reporter(Protocol):
+    """Whoever is told how far things are."""
+
+    def phase(self, title: str, epochs: int) -> None:
+        """What follows takes at most so many epochs."""
+
+    def epoch(self, run: Run, line: Line) -> None: ...
+
+    def ended(self, run: Recorded) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where and how runs are executed."""
+
+    out: Path
+    device: torch.device
+    lanes: int = 1
+    """Runs at a time."""
+    habits: Habits = dataclasses.field(default_factory=Habits)
+
+    @property
+    def runs(self) -> Path:
+        return self.out / "runs"
+
+
+def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) -> Results:
+    """Everything a study asks for, recorded in ``place.out``."""
+    infos = record_head(study, datasets, place)
+    choices = search(study, datasets, place, reporter)
+    finals = [
+        run for choice in choices for run in final_runs(study, choice, infos[choice.cell.dataset].checksum)
+    ]
+    reporter.phase("final runs", sum(run.epochs for run in finals))
+    _execute_all(finals, datasets, place, reporter)
+    return Results.load(place.out)
+
+
+def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, DataInfo]:
+    """Writes down what is about to be done, with what."""
+    infos = {name: info_of(data) for name, data in datasets.items()}
+    store.write_json(place.out / "study.json", dataclasses.asdict(study))
+    store.write_json(
+        place.out / "data.json", {name: dataclasses.asdict(info) for name, info in infos.items()}
+    )
+    store.write_json(place.out / "manifest.json", manifest(place.device))
+    return infos
+
+
+def info_of(data: Dataset) -> DataInfo:
+    return DataInfo(checksum(data), data.shape, data.classes, len(data.train_y), len(data.test_y))
+
+
+def search(study: Study, datasets: Datasets, place: Place, reporter: Reporter) -> list[Choice]:
+    """A step size for every cell."""
+    sums = {name: checksum(data) for name, data in datasets.items()}
+    of = {cell: study.searches_of(cell, sums[cell.dataset]) for cell in study.cells()}
+    runs = [run for own in of.values() for run in own]
+    reporter.phase("search for step sizes", sum(run.epochs for run in runs))
+    found = _execute_all(runs, datasets, place, reporter)
+    again = {
+        cell: carried_on([r.run for r in to_carry_on([found[run] for run in own], _classes(datasets, cell))])
+        for cell, own in of.items()
+    }
+    runs = [run for own in again.values() for run in own]
+    if runs:
+        reporter.say(f"{len(runs)} runs that were stopped are carried on: nothing did better")
+        reporter.phase("stopped runs carried on", sum(run.epochs for run in runs))
+        found |= _execute_all(runs, datasets, place, reporter)
+    choices = []
+    for cell, own in of.items():
+        resumed = {run.step_size: run for run in again[cell]}
+        tried = [found[resumed.get(run.step_size, run)] for run in own]
+        best = winner(tried)
+        choices.append(Choice(cell, None if best is None else best.run.step_size, list(map(_tried, tried))))
+        reporter.say(str(choices[-1]))
+    store.write_json(place.out / "choices.json", [choice.to_json() for choice in choices])
+    return choices
+
+
+def final_runs(study: Study, choice: Choice, data: str) -> list[Run]:
+    """The runs on all the training data, and for an invariant method one from scales that round nothing."""
+    if choice.step_size is None:
+        return []
+    runs = study.finals_of(choice.cell, data, choice.step_size)
+    if choice.cell.init == "balanced" and method(choice.cell.method).invariant:
+        runs.append(study.exact_of(choice.cell, data, choice.step_size))
+    return runs
+
+
+def _classes(datasets: Datasets, cell: Cell) -> int:
+    return datasets[cell.dataset].classes
+
+
+def _tried(run: Recorded) -> Tried:
+    error, epoch = run.best
+    return Tried(run.run.step_size, run.status, error, epoch, run.reason, run.run.name)
+
+
+def _execute_all(
+    runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
+) -> dict[Run, Recorded]:
+    problems = Problems(datasets, place.device)
+    stopping = threading.Event()
+
+    def watch(run: Run, line: Line) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        reporter.epoch(run, line)
+
+    def one(run: Run) -> Recorded:
+        ended = execute(run, problems.of(run), place.runs, watch, place.habits)
+        reporter.ended(ended)
+        return ended
+
+    def aside(run: Run) -> Recorded:
+        if place.device.type != "cuda":
+            return one(run)
+        with torch.cuda.stream(torch.cuda.Stream(place.device)):
+            return one(run)
+
+    if place.lanes == 1:
+        return {run: one(run) for run in runs}
+    # Several runs share the machine: one alone leaves part of it idle.
+    with ThreadPoolExecutor(place.lanes) as pool:
+        waiting = [pool.submit(aside, run) for run in runs]
+        try:
+            return {run: future.result() for run, future in zip(runs, waiting, strict=True)}
+        except BaseException:
+            stopping.set()
+            for future in waiting:
+                future.cancel()
+            raise

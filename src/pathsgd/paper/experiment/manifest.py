@@ -1,0 +1,54 @@
+"""Where numbers come from: versions, machine, revision, time."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
+
+
+def manifest(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["pathsgd", *sys.argv[1:]]),
+        "revision": _revision(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The git hash of the source, if this is a checkout, and whether it was changed since."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        if git("ls-files", "--error-unmatch", __file__):
+            return git("rev-parse", "HEAD") + (
+                " with changes" if git("status", "--porcelain", "-uno") else ""
+            )
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return None

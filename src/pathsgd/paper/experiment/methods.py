@@ -1,0 +1,114 @@
+"""The methods that can be compared, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
+from pathsgd.errors import PathError
+from pathsgd.graph.path_graph import PathGraph
+
+
+class MuonAndSGD:
+    """torch's Muon takes matrices only; what is no matrix moves by SGD."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise PathError(f"muon needs a torch that has it; this is {torch.__version__}")
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        self.parts: list[Optimizer] = [torch.optim.Muon(matrices, lr)]
+        if rest:
+            self.parts.append(torch.optim.SGD(rest, lr))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(k): part.state_dict() for k, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for k, part in enumerate(self.parts):
+            part.load_state_dict(state[str(k)])
+
+
+Make = Callable[[nn.Module, PathGraph, float, float], Any]
+"""(model, its graph, lr, p) -> an optimizer."""
+
+
+@dataclass(frozen=True)
+class Method:
+    label: str
+    make: Make
+    invariant: bool = False
+    """Whether a rescaling of the network changes nothing."""
+
+
+def _torch(kind: type[Optimizer], **options: Any) -> Make:
+    def make(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
+        return kind(model.parameters(), lr=lr, **_for_device(kind, model, options))  # type: ignore[call-arg]
+
+    return make
+
+
+def _for_device(kind: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Fused where torch has it, with steps counted on the device: they are captured in CUDA graphs."""
+    on_gpu = next(model.parameters()).is_cuda
+    if kind is torch.optim.Adagrad:
+        return {**options, "fused": None if on_gpu else True}
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return {**options, "fused": True, "capturable": on_gpu}
+    return {**options, "fused": True}
+
+
+def _path_adamw(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
+    options = _for_device(torch.optim.AdamW, model, {})
+    return PathNormalized(torch.optim.AdamW, model, graph, p=p, lr=lr, **options)
+
+
+METHODS: dict[str, Method] = {
+    "sgd": Method("SGD", _torch(torch.optim.SGD)),
+    "adagrad": Method("AdaGrad", _torch(torch.optim.Adagrad)),
+    "path-sgd": Method("Path-SGD", lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p), invariant=True),
+    "momentum": Method("SGD, momentum 0.9", _torch(torch.optim.SGD, momentum=0.9)),
+    "adam": Method("Adam", _torch(torch.optim.Adam)),
+    "adamw": Method("AdamW", _torch(torch.optim.AdamW)),
+    "muon": Method("Muon", lambda m, g, lr, p: MuonAndSGD(m, lr)),
+    "path-momentum": Method(
+        "Path-SGD, momentum 0.9",
+        lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p, momentum=0.9),
+        invariant=True,
+    ),
+    "path-adagrad": Method(
+        "Path-AdaGrad",
+        lambda m, g, lr, p: PathAdagrad(m, g, lr, p=p, **_for_device(torch.optim.Adagrad, m, {})),
+        invariant=True,
+    ),
+    "path-adam": Method(
+        "Path-Adam",
+        lambda m, g, lr, p: PathAdam(m, g, lr, p=p, **_for_device(torch.optim.Adam, m, {})),
+        invariant=True,
+    ),
+    "path-adamw": Method("Path-AdamW", _path_adamw, invariant=True),
+}
+
+
+def method(name: str) -> Method:
+    if name not in METHODS:
+        raise PathError(f"Unknown method: {name!r} (one of {', '.join(METHODS)})")
+    return METHODS[name]

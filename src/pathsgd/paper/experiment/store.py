@@ -1,0 +1,94 @@
+"""Files that are whole or not there, and folders that one process works in at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from pathsgd.errors import PathError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Written beside its place and moved there: at any moment the old file or the new one, and no half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What :func:`write_json` wrote."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise PathError(f"{path} is not there") from None
+    except (ValueError, RecursionError) as error:
+        raise PathError(f"{path} is not JSON ({error})") from None
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; what follows a broken one does not count."""
+    found: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError):
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(value, dict):
+                break
+            found.append(value)
+    return found
+
+
+def line(values: dict[str, Any]) -> bytes:
+    return (json.dumps({name: plain(value) for name, value in values.items()}) + "\n").encode()
+
+
+def plain(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """The only process at work in a folder. The lock goes when the process does, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise PathError(
+            f"another process is at work in {folder}: wait for it, stop it, or choose another folder (--out)"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,214 @@
+"""The training of one network, epoch by epoch, in a form that can be saved and taken up again.
+
+On a GPU the data lies on the device and a step is one CUDA graph: it picks its batch, trains on it and moves
+on to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd import trace, unbalance
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.paper.experiment.config import Net, Run
+from pathsgd.paper.experiment.methods import method
+from pathsgd.paper.experiment.problem import Problem
+from pathsgd.paper.networks import conv_net, initialise, stack
+
+SET_UP = threading.Lock()
+"""Networks are traced, and steps captured, by one thread at a time: torch keeps global state meanwhile."""
+Shape = tuple[int, ...]
+EVALUATED = 10_000
+"""Points evaluated at a time."""
+
+
+class Measured(NamedTuple):
+    """Cross-entropy and 0/1 error, means over points."""
+
+    loss: float
+    error: float
+
+
+def network_of(run: Run, problem: Problem) -> tuple[nn.Sequential, PathGraph]:
+    """As it is before the first step, on the CPU, and its paths."""
+    with SET_UP:
+        model = architecture(run.net, problem.shape, run.hidden, problem.classes)
+        graph = _traced(run.net, problem.shape, run.hidden, problem.classes)
+    initialise(model, torch.Generator().manual_seed(run.seed.init))
+    if run.init != "balanced":
+        generator = torch.Generator().manual_seed(run.seed.rescaling)
+        unbalance(model, graph, generator=generator, powers_of_two=run.init == "powers-of-two")
+    return model, graph
+
+
+def architecture(net: Net, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:
+    if net == "conv":
+        return conv_net(shape, hidden, classes)
+    return stack(math.prod(shape), *hidden, classes)
+
+
+@functools.lru_cache(maxsize=4)
+def _traced(net: Net, shape: Shape, hidden: Shape, classes: int) -> PathGraph:
+    """One graph for all networks that are built alike: tracing takes longer than an epoch of a small one."""
+    return trace(architecture(net, shape, hidden, classes), torch.zeros(1, math.prod(shape)))
+
+
+@torch.no_grad()
+def _measured(outputs: Tensor, y: Tensor) -> Measured:
+    outputs = outputs.double()
+    loss = nn.functional.cross_entropy(outputs, y)
+    error = outputs.argmax(1).ne(y).double().mean()
+    return Measured(*torch.stack([loss, error]).tolist())
+
+
+class Training:
+    """A network, its optimizer, and where its random numbers stand."""
+
+    def __init__(self, run: Run, problem: Problem) -> None:
+        self.run, self.problem = run, problem
+        self.device = problem.train_x.device
+        self.model, graph = network_of(run, problem)
+        self.model.to(self.device)
+        self.optimizer = method(run.method).make(self.model, graph, run.step_size, run.p)
+        self.order = torch.Generator().manual_seed(run.seed.order)
+        self.drops = torch.Generator(self.device).manual_seed(run.seed.dropout)
+        self.steps = len(problem.train_y) // run.batch
+        self.outputs = torch.zeros(self.steps * run.batch, problem.classes, device=self.device)
+        self._captured: _CapturedStep | None = None
+
+    def epoch(self) -> Measured:
+        """Trains on every point once; what is measured is what each batch showed before it was trained on."""
+        order = torch.randperm(len(self.problem.train_y), generator=self.order).to(self.device)
+        if hasattr(self.optimizer, "refresh"):
+            # So that an epoch begins alike in a run that was interrupted and in one that was not: what is
+            # carried from step to step and what is measured anew may differ in the last bit.
+            self.optimizer.refresh()
+        points = order[: len(self.outputs)]
+        if self.device.type == "cuda":
+            self._replay(points)
+        else:
+            places = torch.arange(len(points))
+            for k in range(0, len(points), self.run.batch):
+                part = slice(k, k + self.run.batch)
+                if not math.isfinite(float(self.step(points[part], places[part]))):
+                    return Measured(math.nan, math.nan)
+        # Looked at once for all batches: for each it would take a tenth of a step.
+        return _measured(self.outputs, self.problem.train_y[points])
+
+    def step(self, points: Tensor, places: Tensor) -> Tensor:
+        """One step on these points; the loss before it. What the network gave is kept at these places."""
+        x, y = self.problem.train_x[points], self.problem.train_y[points]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        outputs = self._forward(x)
+        loss = nn.functional.cross_entropy(outputs, y)
+        before = loss.detach()
+        if self.device.type == "cpu" and not math.isfinite(float(before)):
+            return before  # diverged; a GPU finds out at the end of the epoch
+        loss.backward()
+        self.outputs.index_copy_(0, places, outputs.detach())
+        self.optimizer.step()
+        return before
+
+    def _forward(self, x: Tensor) -> Tensor:
+        kept = 1 - self.run.dropout
+        for layer in self.model:
+            x = layer(x)
+            if kept < 1 and isinstance(layer, nn.ReLU):
+                x = x * torch.empty_like(x).bernoulli_(kept, generator=self.drops).div_(kept)
+        return x
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, y: Tensor) -> Measured:
+        """Of the network without dropout."""
+        return _measured(torch.cat([self.model(part) for part in x.split(EVALUATED)]), y)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "order": self.order.get_state(),
+            "drops": self.drops.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.order.set_state(state["order"].cpu())
+        self.drops.set_state(state["drops"].cpu())
+
+    def _replay(self, points: Tensor) -> None:
+        if self._captured is None:
+            with SET_UP:
+                self._captured = _CapturedStep(self)
+        self._captured.epoch(points)
+
+
+class _CapturedStep:
+    """A training's step as one CUDA graph."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        device, batch = training.device, training.run.batch
+        self.points = torch.zeros(len(training.outputs), dtype=torch.int64, device=device)
+        self.begin = torch.arange(batch, device=device)
+        self.places = self.begin.clone()
+        self._warm_up()
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(training.drops)
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self._step()
+
+    def _step(self) -> None:
+        self.training.step(self.points[self.places], self.places)
+        self.places += self.training.run.batch
+
+    def _warm_up(self) -> None:
+        """A few steps that move nothing: what they leave in the optimizer's state is put back."""
+        training = self.training
+        groups = training.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        drops = training.drops.get_state()
+        before = _copied(training.optimizer)
+        stream = torch.cuda.Stream(training.device)
+        stream.wait_stream(torch.cuda.current_stream(training.device))
+        with torch.cuda.stream(stream):
+            for group in groups:
+                group["lr"] = 0.0
+            for _ in range(4):
+                self.places.copy_(self.begin)
+                self._step()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        torch.cuda.current_stream(training.device).wait_stream(stream)
+        _put_back(training.optimizer, before)
+        training.drops.set_state(drops)
+
+    def epoch(self, points: Tensor) -> None:
+        self.points.copy_(points)
+        self.places.copy_(self.begin)
+        for _ in range(self.training.steps):
+            self.graph.replay()
+
+
+def _copied(optimizer: Any) -> dict[Any, dict[str, Any]]:
+    return {
+        p: {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        for p, state in optimizer.state.items()
+    }
+
+
+@torch.no_grad()
+def _put_back(optimizer: Any, before: dict[Any, dict[str, Any]]) -> None:
+    """In place: kernels know where the state lies. What was not there before is zero."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                old = before.get(p, {}).get(name)
+                value.copy_(old) if isinstance(old, Tensor) else value.zero_()

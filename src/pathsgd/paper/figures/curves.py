@@ -1,0 +1,130 @@
+"""Curves out of recorded runs: means and bands over repeats, where runs diverged, what range to show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from pathsgd.paper.experiment.record import Recorded
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The repeats of one cell, one number per epoch."""
+
+    mean: list[float]
+    """As far as all repeats go: a mean over fewer would jump where one of them leaves."""
+    low: list[float]
+    high: list[float]
+    rest: list[tuple[int, list[float]]]
+    """Of repeats that outlive another: from which epoch on, and how they continue."""
+    ends: list[Point]
+    """Where repeats diverged."""
+
+    @property
+    def last(self) -> float:
+        """Where it ends; the mean of all repeats that got there."""
+        tails = [values[-1] for _, values in self.rest]
+        return sum(tails) / len(tails) if tails else self.mean[-1] if self.mean else math.nan
+
+    def values(self, first: int) -> list[float]:
+        """Everything drawn as a line, from an epoch on; where it ends if it ends before."""
+        found = self.mean[first:] + [
+            v for start, values in self.rest for v in values[max(first - start, 0) :]
+        ]
+        return found or self.mean[-1:]
+
+
+def curve_of(runs: Sequence[Recorded], name: str, last: int) -> Curve:
+    """One of the recorded numbers over the epochs 0 to ``last``."""
+    own = [_usable(run, name)[: last + 1] for run in runs]
+    common = min(map(len, own), default=0)
+    together = [[values[k] for values in own] for k in range(common)]
+    pairs = list(zip(runs, own, strict=True))
+    return Curve(
+        mean=[sum(values) / len(values) for values in together],
+        low=[min(values) for values in together],
+        high=[max(values) for values in together],
+        # One epoch earlier, so that the line goes on from where its repeats were last together.
+        rest=[(max(common - 1, 0), values[max(common - 1, 0) :]) for values in own if len(values) > common],
+        ends=[
+            (len(values) - 1, values[-1])
+            for run, values in pairs
+            if run.status == "diverged" and values and len(values) <= last
+        ],
+    )
+
+
+def _usable(run: Recorded, name: str) -> list[float]:
+    """Without the epoch in which a run diverged: its errors are those of a network of nans."""
+    values = run.curve(name)
+    return list(takewhile(math.isfinite, values[:-1] if run.status == "diverged" else values))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Of a vertical axis."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def hides(self, values: Sequence[float]) -> bool:
+        """Whether nothing of a curve is seen but perhaps its tip at the upper edge."""
+        edge = self.high if self.log else self.low + 0.9 * (self.high - self.low)
+        return bool(values) and all(value > edge for value in values)
+
+
+def settled(last: int) -> int:
+    """The epoch from which on a range has room for the curves: what comes before would take it all."""
+    return min(max(2, round(0.06 * last)), last)
+
+
+def loss_range(reference: Sequence[Curve]) -> Range:
+    """From the least loss to a little more than the first; logarithmic where that is far."""
+    values = [v for curve in reference for v in curve.low + _tails(curve) if v > 0]
+    if not values:
+        return Range(0.0, 1.0)
+    low, first = min(values), max((curve.high[0] for curve in reference if curve.high), default=1.0)
+    high = max(first, low)
+    if high > 10 * low:
+        return Range(low / 1.5, high * 1.6, log=True)
+    span = (high - low) or high
+    return Range(max(low - 0.06 * span, 0.0), high + 0.06 * span)
+
+
+def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) -> Range:
+    """Where the reference settles. The rest of the curves may widen it by what does not hurt them."""
+    first = settled(last)
+    values = [v for curve in reference for v in _from(curve, first)]
+    if not values:
+        return Range(0.0, 1.0)
+    low, high = min(values), max(values)
+    span = max(high - low, 0.005)
+    most = max([v for c in others if (v := c.last) <= low + 2 * span] + [high])
+    top = max(most, low + span)
+    bottom = low - 0.07 * (top - low)
+    # Room below zero, so that a curve on the axis is seen; no more than that.
+    return Range(max(bottom, -0.03 * top), top + 0.07 * (top - low))
+
+
+def _from(curve: Curve, first: int) -> list[float]:
+    return (curve.low[first:] + curve.high[first:] + _tails(curve)) or curve.mean[-1:]
+
+
+def _tails(curve: Curve) -> list[float]:
+    return [v for _, values in curve.rest for v in values[1:]]
+
+
+def first_part(epochs: int) -> int:
+    """About a third of the epochs, as a round number: what the paper's Figures 2 and 3 show.
+
+    >>> [first_part(epochs) for epochs in (3, 12, 20, 30, 100, 400, 1000)]
+    [3, 5, 5, 10, 30, 150, 300]
+    """
+    round_numbers = [5] + [b * 10**k for k in range(5) for b in (10, 15, 20, 25, 30, 40, 50, 60, 80)]
+    return min(epochs, min(round_numbers, key=lambda n: (abs(n - epochs / 3), -n)))

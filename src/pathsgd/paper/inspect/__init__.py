@@ -1,0 +1,1 @@
+"""A user's own model as the library sees it: ``pathsgd inspect``."""

@@ -1,0 +1,64 @@
+"""How far a study is, on the terminal: a bar for each phase, a line for each choice."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.experiment.methods import method
+from pathsgd.paper.experiment.record import Line, Recorded
+
+
+class Progress:
+    """A :class:`pathsgd.paper.experiment.conduct.Reporter`. Where there is no terminal, lines only."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._bar: Any = None
+        self._lock = threading.Lock()
+
+    def phase(self, title: str, epochs: int) -> None:
+        self.close()
+        if self.quiet:
+            return
+        if not sys.stderr.isatty():
+            self.say(f"{title}: {epochs} epochs at most")
+            return
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
+
+    def epoch(self, run: Run, line: Line) -> None:
+        if self._bar is None or not line["epoch"]:
+            return
+        with self._lock:
+            self._bar.set_postfix_str(_short(run), refresh=False)
+            self._bar.update()
+
+    def ended(self, run: Recorded) -> None:
+        """A run that ended early leaves epochs that nobody waits for."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.total -= run.run.epochs - run.epochs
+                self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        if self.quiet:
+            return
+        with self._lock:
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                self._bar.write(text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _short(run: Run) -> str:
+    dropout = ", dropout" if run.dropout else ""
+    return f"{run.dataset.split('=')[0]}, {method(run.method).label}, {run.init}{dropout}, {run.step_size:g}"

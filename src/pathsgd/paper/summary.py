@@ -1,0 +1,28 @@
+"""What a study comes to: tables and claims, as a report prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["held", "not held", "not tested"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows and columns."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, what came of it, and the numbers that say so."""
+
+    number: int
+    text: str
+    verdict: Verdict
+    evidence: list[str]
