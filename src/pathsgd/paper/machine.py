@@ -14,8 +14,6 @@ from pathsgd.errors import PathError
 SMALL = 1 << 20
 """Weights under which a network gains nothing from several threads."""
 MOST_LANES = 4
-GPU_LANES = 2
-"""Runs of the paper's networks at a time that a GPU takes together faster than one after another."""
 
 
 def device_of(name: str | None) -> torch.device:
@@ -43,9 +41,7 @@ def share_out(device: torch.device, weights: int, lanes: int | None) -> int:
     """
     if lanes is not None and lanes < 1:
         raise PathError(f"Invalid number of lanes: {lanes}")
-    if device.type == "cuda":
-        return lanes or GPU_LANES
-    if weights >= SMALL:
+    if device.type == "cuda" or weights >= SMALL:
         return lanes or 1
     torch.set_num_threads(1)
     # Threads of Python change more often than every 5 ms: steps are shorter.

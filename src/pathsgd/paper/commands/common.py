@@ -30,8 +30,7 @@ def add_place(parser: argparse.ArgumentParser, out: str) -> None:
     )
     group.add_argument(
         "--lanes", type=int, metavar="N",
-        help="runs at a time (default: 2 on a GPU; on a CPU one per core, at most 4, for small networks, and "
-        "one for large ones)",
+        help="runs at a time (default: one; for small networks on a CPU one per core, at most 4)",
     )  # fmt: skip
     group.add_argument(
         "--checkpoint-seconds", type=float, default=30.0, metavar="S",
