@@ -17,8 +17,8 @@ help: ## list the targets
 
 test: lint types unit ## format, lint, types and every test: what has to pass before a change is merged
 
-demo: $(STAMP) ## show what a rescaling does to SGD and not to the path geometry
-	@$(BIN)/python -m pathsgd.demo
+demo: $(STAMP) ## run the paper's whole study in small: three minutes, into pathsgd-small/
+	@$(BIN)/pathsgd reproduce
 
 lint: $(STAMP) ## check formatting and lint
 	@echo "==> ruff format --check"

@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 
 PUBLIC = "the public names"  # what `import pathsgd` and `from pathsgd import trace` reach for
-PLACES = {"graph", "geometry", "optim", "paper", "errors", "dag", "demo", "functional"}
+PLACES = {"graph", "geometry", "optim", "paper", "errors", "dag", "functional"}
 
 # Place -> the places it may import from, next to itself. dag is the oracle the rooms are tested
 # against: it knows none of them; geometry alone knows it, to list the paths of a small network.
@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "dag": {"errors"},
     "functional": {"optim"},
     "__init__": {"errors", "graph", "geometry", "optim", "dag", "functional"},
-    "demo": {"errors", "graph", "geometry", "optim", "paper", "dag", PUBLIC},
 }
 GPU = ("optim", "kernels", "gpu")
 
@@ -123,7 +122,7 @@ def test_a_wrong_import_is_found(tmp_path, file, source, complaint):
     ("file", "source"),
     [
         ("__init__.py", "from .dag import Dag\nfrom pathsgd.optim import PathSGD as PathSGD"),
-        ("demo.py", "import pathsgd\nfrom pathsgd.dag import Dag\nfrom .paper import cli"),
+        ("paper/cli.py", "import pathsgd\nfrom pathsgd.optim import path_sgd"),
         ("dag.py", "import torch\nfrom pathsgd.errors import PathsgdError"),
         (
             "graph/trace.py",

@@ -238,3 +238,15 @@ def test_squared_relu():
     reached = pathsgd.balance(model, x)
     assert reached == pytest.approx(pathsgd.group_norm(model, x).item(), rel=1e-12)
     assert difference(before, model(x)) <= 1e-10
+
+
+def test_unbalancing_by_powers_of_two_rounds_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3))
+    other = copy.deepcopy(model)
+    pathsgd.unbalance(other, generator=torch.Generator().manual_seed(1), powers_of_two=True)
+    ratio = other[0].weight / model[0].weight
+    assert torch.equal(ratio.log2(), ratio.log2().round())
+    assert len(ratio[:, 0].unique()) > 3
+    x = torch.randn(20, 6)
+    assert torch.equal(model(x), other(x))

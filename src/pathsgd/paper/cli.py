@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pathsgd: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
         return 130
 
 

@@ -42,6 +42,7 @@ def measured(study: Study, info: DataInfo, device: torch.device) -> Cost:
         name,
         lambda: architecture(study.net, info.shape, study.hidden, info.classes),
         (study.batch, features),
+        classes=info.classes,
         tf32=study.tf32,
     )
     rows, _ = measure(setting, (BASELINE, "PathSGD"), SECONDS, 1.0, device)

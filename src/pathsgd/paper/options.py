@@ -53,7 +53,8 @@ def add_options(parser: Parser, config: type[Any], prefix: str = "", **shown: An
 
 def _reading(kind: Any, name: str) -> dict[str, Any]:
     if get_origin(kind) is tuple:
-        return {"nargs": "+", **_reading(get_args(kind)[0], name.removesuffix("s"))}
+        one = name.removesuffix("s")
+        return {"nargs": "+", **_reading(get_args(kind)[0], one), "metavar": one.upper()}
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (one for one in get_args(kind) if one is not type(None))
         return _reading(kind, name)

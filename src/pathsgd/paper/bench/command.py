@@ -16,6 +16,7 @@ from pathsgd.errors import PathError
 from pathsgd.paper.bench.measure import Row, Setting, measure
 from pathsgd.paper.bench.methods import BASELINE, METHODS, SWEPT
 from pathsgd.paper.bench.timing import bytes_per_us
+from pathsgd.paper.machine import device_of
 from pathsgd.paper.networks import small_image_resnet, stack
 
 HELP = "what a step costs, beside torch's optimizers"
@@ -27,7 +28,9 @@ time to read weights and gradients and write weights once, at the bandwidth of a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
     parser.add_argument("--quick", action="store_true", help="the paper's MNIST network only")
     parser.add_argument("--sweep", action="store_true", help="also over batch, width and depth")
     parser.add_argument(
@@ -63,7 +66,7 @@ def _read(path: Path) -> tuple[dict[str, str], list[Row]]:
 
 
 def _measured(options: argparse.Namespace) -> tuple[dict[str, str], list[Row]]:
-    device = options.device
+    device = device_of(options.device)
     on_gpu = device.type == "cuda"
     seconds = options.seconds or (0.5 if on_gpu else 6.0)
     speed = bytes_per_us(device)

@@ -22,6 +22,7 @@ class Setting:
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     """Of the input, batch first."""
+    classes: int = 10
     tf32: bool = False
     study: str = "networks"
     """Which table or panel it belongs to."""
@@ -82,7 +83,7 @@ class _Round:
 
 def _round(setting: Setting, methods: Sequence[str], seconds: float, device: torch.device) -> _Round:
     x = torch.randn(setting.shape, device=device)
-    y = torch.randint(10, (len(x),), device=device)
+    y = torch.randint(setting.classes, (len(x),), device=device)
     whole: dict[str, Run] = {}
     alone: dict[str, Run] = {}
     eager: dict[str, Run] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,10 @@ def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
             reporter = Logged(progress, out / "tensorboard")
         try:
             yield reporter
+        except KeyboardInterrupt:
+            progress.close()
+            print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
+            raise
         except torch.OutOfMemoryError as error:
             raise PathError(f"out of memory: {str(error).splitlines()[0]}; try --lanes 1") from None
         finally:

@@ -32,7 +32,9 @@ class Study:
         ("digits",), "any of digits, mnist, cifar10, cifar100, svhn, name=path.npz"
     )
     methods: tuple[str, ...] = option(("sgd", "adagrad", "path-sgd"), f"any of {', '.join(METHODS)}")
-    inits: tuple[Init, ...] = option(("balanced", "unbalanced"), "initialisations")
+    inits: tuple[Init, ...] = option(
+        ("balanced", "unbalanced"), "initialisations: balanced, unbalanced, powers-of-two"
+    )
     dropouts: tuple[float, ...] = option((0.0, 0.5), "probabilities with which hidden units are dropped")
     step_sizes: tuple[float, ...] = option(ALL_STEP_SIZES, "step sizes to choose from")
     net: Net = option("mlp", "linear layers, or convolutions with pooling and one linear hidden layer")

@@ -1,0 +1,94 @@
+"""Verdicts on studies whose outcome is known by construction."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fake_study import fake_study
+from pathsgd.paper.claims import claims
+from pathsgd.paper.cost import Cost
+from pathsgd.paper.evidence import epochs_to, race, spread
+from pathsgd.paper.experiment.record import Recorded
+from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.tables import choices_table, printed, printed_claims, results_table
+
+
+def verdicts(results, cost=None):
+    return [claim.verdict for claim in claims(results, cost)]
+
+
+def with_runs(results, cell, **curves):
+    """The same study with other numbers in one cell: curves by name, or factors on what is there."""
+
+    def changed(run: Recorded) -> Recorded:
+        lines = [{n: f * v if (f := curves.get(n)) else v for n, v in line.items()} for line in run.lines]
+        return dataclasses.replace(run, lines=lines)
+
+    finals = {**results.finals, cell: [changed(run) for run in results.finals[cell]]}
+    return dataclasses.replace(results, finals=finals)
+
+
+@pytest.fixture
+def study(tmp_path):
+    return fake_study(tmp_path, datasets=("mnist", "cifar100"), dropouts=(0.0, 0.5), repeats=2)
+
+
+def test_what_the_fake_study_was_made_to_show(study):
+    """Path-SGD the fastest everywhere and the best at the end; on CIFAR-100 claim 4 asks for the contrary."""
+    found = claims(study, Cost("784-8-8-10", "a machine", 100.0, 101.0))
+    assert [claim.verdict for claim in found] == [
+        "held", "held", "held", "not held", "held", "held", "held",
+    ]  # fmt: skip
+    assert "mnist: epochs to a training loss of" in found[2].evidence[0]
+    assert "1.010 times as long" in found[6].evidence[0]
+    better = with_runs(study, Cell("cifar100", 0.0, "balanced", "sgd"), test_error=0.5)
+    assert verdicts(better)[3] == "held"
+
+
+def test_each_claim_can_fail(study):
+    mnist = ("mnist", 0.0)
+    apart = dataclasses.replace(study.exact[Cell(*mnist, "balanced", "path-sgd")])
+    apart.lines[3]["train_loss"] += 1e-12
+    assert verdicts(study)[0] == "not held"
+    assert "NOT equal" in claims(study, None)[0].evidence[0]
+    unhurt = with_runs(study, Cell(*mnist, "unbalanced", "sgd"), test_error=1e-3, train_loss=1e-3)
+    assert verdicts(unhurt)[1] == "not held"
+    fast = with_runs(study, Cell(*mnist, "balanced", "adagrad"), train_loss=1e-2)
+    assert verdicts(fast)[2] == "not held"
+    worse = with_runs(study, Cell("cifar100", 0.5, "balanced", "path-sgd"), test_error=9)
+    assert verdicts(worse)[4] == "not held"
+    assert verdicts(study, Cost("n", "d", 100.0, 151.0))[6] == "not held"
+    spared = with_runs(study, Cell("mnist", 0.5, "balanced", "path-sgd"), test_error=9)
+    assert verdicts(spared)[4] == "held"  # the paper excepts MNIST
+
+
+def test_what_was_not_run_is_not_tested(tmp_path):
+    alone = fake_study(tmp_path, methods=("path-sgd",), inits=("balanced",), epochs=3)
+    assert verdicts(alone) == ["held", *["not tested"] * 4, "held", "not tested"]
+
+
+def test_a_run_that_diverged_is_harm_and_never_wins(tmp_path):
+    ends = {("sgd", "unbalanced", 0): 2, ("path-sgd", "balanced", 0): 3}
+    results = fake_study(tmp_path, datasets=("mnist",), diverged=ends, unchosen=[("adagrad", "unbalanced")])
+    found = claims(results, None)
+    assert found[1].verdict == "held"
+    assert found[2].verdict == found[3].verdict == "not held"
+    assert "one of them diverged" in found[2].evidence[0]
+    text = printed(results_table(results))
+    assert "none" in text
+    assert "diverged" in text
+    assert "[2.13%]" in printed(choices_table(results.choices))
+    assert printed_claims(found).splitlines()[2].startswith("1. ")
+
+
+def test_evidence(study):
+    runs = {name: study.finals[Cell("mnist", 0.0, "balanced", name)] for name in ("sgd", "path-sgd")}
+    found = race(runs)
+    assert found is not None
+    assert found.epochs["path-sgd"] < found.epochs["sgd"] == 12
+    assert epochs_to([0.1, 0.5, 0.2, 0.1], 0.2) == 2
+    assert epochs_to([1.0, 1.0], 0.5) is None
+    assert spread([0.01, 0.03]).percent() == "2.00% (1.00 to 3.00)"
+    assert spread([0.01, float("nan")]).percent() == "diverged"

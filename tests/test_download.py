@@ -1,0 +1,255 @@
+"""Downloads: checksummed, taken up again where they broke off, whole or not there."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import tarfile
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+
+from data_files import left_over, refused, write_cifar, write_mnist
+from pathsgd.paper.data import download, unpack
+from pathsgd.paper.data import load as loading
+from pathsgd.paper.data.load import load
+from pathsgd.paper.data.sources import SOURCES, Remote
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    return write_mnist(tmp_path)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Serves ``content`` by path. ``cuts`` has the bytes after which the next answers break off."""
+    state = SimpleNamespace(content={}, cuts=[], ranges=True, lengths=True, asked=[], status=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked = self.headers.get("Range")
+            state.asked.append(asked)
+            whole = state.content.get(self.path)
+            if state.status or whole is None:
+                self.send_error(state.status.pop(0) if state.status else 404)
+                return
+            start = int(asked[6:-1]) if asked and state.ranges else 0
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{len(whole) - 1}/{len(whole)}")
+            if state.lengths:
+                self.send_header("Content-Length", str(len(whole) - start))
+            self.end_headers()
+            end = start + state.cuts.pop(0) if state.cuts else len(whole)
+            self.wfile.write(whole[start:end])
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        state.url = f"http://127.0.0.1:{http.server_port}/"
+        monkeypatch.setattr(download, "PAUSE", 0.0)
+        yield state
+        http.shutdown()
+        thread.join()
+
+
+def serve(server, monkeypatch, name, files):
+    """Makes the data set come from the server: these files, or one archive of them."""
+    server.content = {f"/{file}": content for file, content in files.items()}
+    remotes = tuple(
+        Remote(server.url + file, len(content), hashlib.sha256(content).hexdigest())
+        for file, content in files.items()
+    )
+    monkeypatch.setitem(SOURCES, name, replace(SOURCES[name], remotes=remotes))
+
+
+@pytest.fixture
+def served(server, mnist, tmp_path, monkeypatch):
+    """MNIST on the server, and an empty folder to download it to."""
+    raw, arrays = mnist
+    serve(server, monkeypatch, "mnist", {path.name: path.read_bytes() for path in sorted(raw.iterdir())})
+    return server, tmp_path / "new" / "data", arrays
+
+
+def test_download_once(served, capsys):
+    server, folder, arrays = served
+    data = load("mnist", folder)
+    assert np.array_equal(data.train_x.numpy(), arrays["train"][0].reshape(7, 784))
+    assert len(server.asked) == 4
+    assert "downloading http://127.0.0.1" in capsys.readouterr().err
+    assert left_over(folder) == sorted(SOURCES["mnist"].files)
+    own = folder / "MNIST/raw/train-labels-idx1-ubyte.gz"
+    own.write_bytes(gzip.decompress(own.read_bytes()))  # sound, but not the original's bytes
+    kept = own.read_bytes()
+    (folder / "MNIST/raw/t10k-labels-idx1-ubyte.gz").unlink()
+    load("mnist", folder)
+    load("mnist", folder)
+    assert len(server.asked) == 5
+    assert own.read_bytes() == kept
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_cut_download_goes_on(served, ranges):
+    server, folder, _ = served
+    server.ranges = ranges
+    server.cuts = [100, 50] if ranges else [100]
+    load("mnist", folder)
+    assert server.asked[:3] == ([None, "bytes=100-", "bytes=150-"] if ranges else [None, "bytes=100-", None])
+    assert left_over(folder) == sorted(SOURCES["mnist"].files)
+
+
+def test_a_cut_download_goes_on_in_the_next_run(served, monkeypatch):
+    server, folder, _ = served
+    first = min(SOURCES["mnist"].files)
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    server.cuts = [100]
+    refused("mnist", folder, server.url + first, "gave 100 of", "run again", download=True)
+    assert left_over(folder) == [f"{first}.part"]
+    refused("mnist", folder, "MNIST is not in")
+    load("mnist", folder)
+    assert server.asked[:2] == [None, "bytes=100-"]
+    assert left_over(folder) == sorted(SOURCES["mnist"].files)
+
+
+def test_servers_that_have_something_else(served):
+    server, folder, _ = served
+    first = min(SOURCES["mnist"].files)
+    path = f"/{first}"
+    whole = server.content.pop(path)
+    refused("mnist", folder, server.url + first, "HTTP 404 Not Found", folder, download=True)
+    server.content[path] = whole[:-1]
+    refused("mnist", folder, f"has {len(whole) - 1} bytes, expected {len(whole)}", download=True)
+    server.content[path] = bytes([whole[0] ^ 1]) + whole[1:]
+    refused("mnist", folder, "sha256 is not", "deleted", download=True)
+    assert left_over(folder) == []
+    raw = folder / "MNIST" / "raw"
+    (raw / f"{first}.part").write_bytes(whole + b"too long")
+    server.content[path] = whole
+    server.asked.clear()
+    server.status = [503]
+    load("mnist", folder)
+    assert server.asked[:3] == [None, None, None]
+    (raw / first).rename(raw / f"{first}.part")
+    server.content[path] = whole + b"x"
+    with (raw / f"{first}.part").open("r+b") as part:
+        part.truncate(10)
+    refused("mnist", folder, f"bytes '10-{len(whole)}/{len(whole) + 1}'", "start anew", download=True)
+    assert f"{first}.part" not in left_over(folder)
+
+
+def test_no_more_is_stored_than_the_original_has(served):
+    server, folder, _ = served
+    server.lengths = False
+    wholes = dict(server.content)
+    server.content = {path: whole + bytes(1 << 22) for path, whole in wholes.items()}
+    load("mnist", folder)
+    for path, whole in wholes.items():
+        assert (folder / "MNIST" / "raw" / path[1:]).read_bytes() == whole
+
+
+def test_no_server_and_no_folder(served, tmp_path, monkeypatch):
+    _, folder, _ = served
+    remotes = tuple(replace(r, url="http://127.0.0.1:9/" + r.name) for r in SOURCES["mnist"].remotes)
+    monkeypatch.setitem(SOURCES, "mnist", replace(SOURCES["mnist"], remotes=remotes))
+    refused("mnist", folder, "gave 0 of", "Connection refused", download=True)
+    assert left_over(folder) == []
+    (tmp_path / "file").write_text("")
+    refused("mnist", tmp_path / "file", "cannot be written to", "--data-dir", download=True)
+
+
+def test_one_process_at_a_time(served, monkeypatch):
+    server, folder, _ = served
+    folder.mkdir(parents=True)
+    held, said = FileLock(folder / ".lock"), threading.Event()
+    monkeypatch.setattr(loading, "print", lambda *_, **__: said.set(), raising=False)
+    held.acquire()
+    waiting = threading.Thread(target=load, args=("mnist", folder))
+    waiting.start()
+    assert said.wait(10)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert server.asked == []
+    held.release()
+    waiting.join()
+    assert len(server.asked) == 4
+
+
+def tar_gz(members):
+    """An archive of (name, content) and of ready-made TarInfos."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                archive.addfile(member)
+            else:
+                info = tarfile.TarInfo(member[0])
+                info.size = len(member[1])
+                archive.addfile(info, io.BytesIO(member[1]))
+    return out.getvalue()
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    """The members of an archive as CIFAR-100's, with some that nobody asked for."""
+    write_cifar(tmp_path / "original", ("train.bin", "test.bin"), [20, 100])
+    members = [
+        (f"cifar-100-binary/{n}", (tmp_path / "original" / n).read_bytes()) for n in ("train.bin", "test.bin")
+    ]
+    return [
+        ("../escaped", b"x"),
+        ("/tmp/train.bin", b"x"),
+        ("cifar-100-binary/fine_label_names.txt", b"x"),
+        *members,
+    ]
+
+
+def test_an_archive_is_downloaded_and_unpacked(server, cifar, tmp_path, monkeypatch):
+    content = tar_gz(cifar)
+    serve(server, monkeypatch, "cifar100", {"cifar-100-binary.tar.gz": content})
+    folder = tmp_path / "new"
+    first = load("cifar100", folder)
+    assert left_over(tmp_path / "new") == ["test.bin", "train.bin"]
+    assert not (tmp_path / "escaped").exists()
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "cifar-100-binary.tar.gz").write_bytes(content)
+    assert torch.equal(load("cifar100", there, download=False).train_x, first.train_x)
+    assert left_over(there) == ["cifar-100-binary.tar.gz", "test.bin", "train.bin"]
+    assert len(server.asked) == 1
+    (there / "cifar-100-binary/train.bin").unlink()
+    (there / "cifar-100-binary.tar.gz").write_bytes(content[:-1])
+    refused("cifar100", there, "is not the original", "delete it", download=True)
+    assert left_over(there) == ["cifar-100-binary.tar.gz", "test.bin"]
+
+
+def test_bad_archives_leave_nothing(server, cifar, tmp_path, monkeypatch):
+    link = tarfile.TarInfo("cifar-100-binary/train.bin")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    sound = tar_gz(cifar)
+    archives = {
+        "lacks cifar-100-binary/test.bin": tar_gz(cifar[:-1]),
+        "something else than a plain file": tar_gz([link, cifar[-1]]),
+        "no sound tar.gz archive": gzip.compress(b"no tar" * 100),
+        "cannot be unpacked": b"no gzip",
+        "Compressed file ended": sound[: len(sound) // 2],
+        "inflates to more than 1048576 bytes": tar_gz([*cifar[:-1], ("bomb", bytes(1 << 22)), cifar[-1]]),
+    }
+    monkeypatch.setattr(unpack, "INFLATED", 1 << 20)
+    for count, (message, content) in enumerate(archives.items()):
+        folder = tmp_path / f"new{count}"
+        folder.mkdir()
+        serve(server, monkeypatch, "cifar100", {"cifar-100-binary.tar.gz": content})
+        (folder / "cifar-100-binary.tar.gz").write_bytes(content)
+        refused("cifar100", folder, folder / "cifar-100-binary.tar.gz", message)
+        assert left_over(folder) == ["cifar-100-binary.tar.gz"]

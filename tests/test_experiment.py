@@ -1,0 +1,249 @@
+"""Runs: what they record, how they end, and that an interruption changes no number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+
+from pathsgd.errors import PathError
+from pathsgd.paper.data.load import load
+from pathsgd.paper.experiment import store
+from pathsgd.paper.experiment.choose import to_carry_on, winner
+from pathsgd.paper.experiment.config import Run, Seeds
+from pathsgd.paper.experiment.execute import Habits, execute
+from pathsgd.paper.experiment.methods import METHODS
+from pathsgd.paper.experiment.problem import checksum, problem_of
+from pathsgd.paper.experiment.record import Folder, Recorded
+from pathsgd.paper.experiment.training import Training, network_of
+
+CPU = torch.device("cpu")
+SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
+EVERY_EPOCH = Habits(checkpoint_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+@pytest.fixture(scope="module")
+def problem(digits):
+    return problem_of(digits, SMALL, CPU)
+
+
+class Killed(BaseException):
+    """What a test ends a run with: nothing in a run catches it."""
+
+
+def run(config, problem, folder, kill_at=None, habits=EVERY_EPOCH):
+    seen = []
+
+    def watch(run, line):
+        seen.append(line)
+        if kill_at is not None and line["epoch"] == kill_at:
+            raise Killed
+
+    return execute(config, problem, folder, watch, habits), seen
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "muon"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_interrupted_run_ends_with_the_same_bits(problem, tmp_path, method, dropout):
+    config = dataclasses.replace(SMALL, method=method, dropout=dropout, step_size=0.01)
+    expected, _ = run(config, problem, tmp_path / "whole")
+    for epoch in (1, 2):
+        with pytest.raises(Killed):
+            run(config, problem, tmp_path / "cut", kill_at=epoch)
+        half = Folder(tmp_path / "cut", config).metrics
+        half.write_bytes(half.read_bytes() + b'{"epoch": 9, "train_lo')  # as a kill in mid-write leaves it
+    found, seen = run(config, problem, tmp_path / "cut")
+    assert seen[0]["epoch"] == 0
+    assert len(seen) == 4
+    assert found.lines == expected.lines
+    whole, cut = (Folder(tmp_path / name, config).metrics.read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_without_the_state_of_the_order_an_interrupted_run_would_differ(problem, tmp_path, monkeypatch):
+    expected, _ = run(SMALL, problem, tmp_path / "whole")
+    load = Training.load_state_dict
+
+    def forgetful(self, state):
+        load(self, {**state, "order": torch.Generator().manual_seed(7).get_state()})
+
+    monkeypatch.setattr(Training, "load_state_dict", forgetful)
+    with pytest.raises(Killed):
+        run(SMALL, problem, tmp_path / "cut", kill_at=2)
+    found, _ = run(SMALL, problem, tmp_path / "cut")
+    assert found.lines[:2] == expected.lines[:2]
+    assert found.lines != expected.lines
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # torch's Muon, on CPUs without bf16
+def test_muon_and_convolutions_and_other_norms(digits, tmp_path):
+    for changes in (
+        {"method": "muon", "step_size": 1e-3},
+        {"net": "conv", "hidden": (4, 6, 16), "method": "path-sgd", "step_size": 1.0},
+        {"net": "conv", "hidden": (4, 6, 16), "method": "path-adam", "step_size": 1e-3, "dropout": 0.5},
+        {"p": 1.0, "hidden": (12, 12, 12), "step_size": 10.0},
+        {"centre": False, "batch": 37},
+    ):
+        config = dataclasses.replace(SMALL, **changes)
+        found, _ = run(config, problem_of(digits, config, CPU), tmp_path)
+        losses = found.curve("train_loss")
+        assert found.status == "done"
+        assert losses[-1] < losses[1], changes  # of the first epoch, with dropout as in the last
+
+
+def test_seeds_are_apart_from_each_other(problem):
+    def weights(**seeds):
+        model, _ = network_of(dataclasses.replace(SMALL, init="unbalanced", seed=Seeds(**seeds)), problem)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def points(**seeds):
+        training = Training(dataclasses.replace(SMALL, dropout=0.5, seed=Seeds(**seeds)), problem)
+        training.epoch()
+        return training.order.get_state(), training.drops.get_state()
+
+    assert torch.equal(weights(), weights(order=1, dropout=1, split=1))
+    assert not torch.equal(weights(), weights(init=1))
+    assert not torch.equal(weights(), weights(rescaling=1))
+    assert torch.equal(points()[0], points(init=1, dropout=1)[0])
+    assert not torch.equal(points()[0], points(order=1)[0])
+    assert not torch.equal(points()[1], points(dropout=1)[1])
+
+
+def test_the_unbalanced_network_is_the_same_function(problem):
+    models = [network_of(dataclasses.replace(SMALL, init=i), problem)[0] for i in
+              ("balanced", "unbalanced", "powers-of-two")]  # fmt: skip
+    outputs = [model(problem.train_x[:50]) for model in models]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-5
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(models[0][0].weight, models[2][0].weight)
+
+
+def test_validation_points_are_kept_out(digits):
+    split = problem_of(digits, dataclasses.replace(SMALL, validation=300, centre=False), CPU)
+    whole = problem_of(digits, dataclasses.replace(SMALL, centre=False), CPU)
+    assert (len(split.train_y), len(split.evaluated_y)) == (1142, 300)
+    both = torch.cat([split.train_x, split.evaluated_x])
+    assert torch.equal(both.sum(0), whole.train_x.sum(0))
+    centred = problem_of(digits, dataclasses.replace(SMALL, validation=300), CPU)
+    assert centred.train_x.mean(0).abs().max() < 1e-6
+    assert centred.evaluated_x.mean(0).abs().max() > 1e-3
+    with pytest.raises(PathError, match="1442 training points; 1442 cannot be kept out"):
+        problem_of(digits, dataclasses.replace(SMALL, validation=1442), CPU)
+    with pytest.raises(PathError, match="less than a batch of 2000"):
+        problem_of(digits, dataclasses.replace(SMALL, batch=2000), CPU)
+
+
+@pytest.mark.parametrize("method", ["sgd", "path-sgd", "adagrad", "path-momentum", "path-adam"])
+def test_a_step_size_that_explodes_is_recorded_as_diverged(problem, tmp_path, method):
+    config = dataclasses.replace(SMALL, method=method, step_size=1e30)
+    found, _ = run(config, problem, tmp_path)
+    assert found.status == "diverged"
+    assert "not finite in epoch" in found.reason
+    assert found.best == (1.0, 0) or found.best[0] > 0.1
+    again, seen = run(config, problem, tmp_path)
+    assert again == found
+    assert seen == []
+
+
+def test_a_run_that_learns_nothing_is_stopped_after_its_grace(problem, tmp_path):
+    config = dataclasses.replace(SMALL, method="sgd", step_size=1e-9, grace=2)
+    found, _ = run(config, problem, tmp_path)
+    assert (found.status, found.epochs) == ("stopped", 2)
+    assert "where guessing has 90.0%" in found.reason
+    assert run(dataclasses.replace(config, step_size=0.1), problem, tmp_path)[0].status == "done"
+
+
+def test_files_that_were_meddled_with_are_not_believed_and_run_nothing(problem, tmp_path):
+    expected, _ = run(SMALL, problem, tmp_path)
+    folder = Folder(tmp_path, SMALL)
+    folder.metrics.write_bytes(folder.metrics.read_bytes().replace(b"1", b"2", 1))
+    assert folder.recorded() is None
+    assert run(SMALL, problem, tmp_path)[0] == expected
+    folder.result.write_text("{")
+    assert run(SMALL, problem, tmp_path)[0] == expected
+    folder.result.unlink()
+    for content in (pickle.dumps(Trap(tmp_path / "sprung")), b"", b"PK\x03\x04 broken"):
+        folder.checkpoint.write_bytes(content)
+        folder.result.unlink(missing_ok=True)
+        assert run(SMALL, problem, tmp_path)[0] == expected
+    assert not (tmp_path / "sprung").exists()
+
+
+class Trap:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    store.write_whole(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space"):
+            store.write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match="JSON"):
+        store.write_json(path, {"x": float("nan")})
+    assert json.loads(store.line({"x": float("nan"), "y": 1.5})) == {"x": None, "y": 1.5}
+
+
+def test_one_process_at_a_time(tmp_path):
+    def second():
+        with store.alone_in(tmp_path / "out"):
+            pass
+
+    with store.alone_in(tmp_path / "out"), pytest.raises(PathError, match="another process is at work in"):
+        second()
+    second()
+
+
+def recorded(step_size, status="done", errors=(0.5, 0.2, 0.3)):
+    config = dataclasses.replace(SMALL, step_size=step_size, validation=10)
+    lines = [{"epoch": k, "validation_error": e} for k, e in enumerate((0.9, *errors))]
+    return Recorded(config, status, lines)
+
+
+def test_the_winner_has_the_lowest_error_and_of_equals_the_fewest_epochs():
+    slow, fast = recorded(1.0, errors=(0.5, 0.4, 0.2)), recorded(0.1, errors=(0.5, 0.2, 0.3))
+    lucky = recorded(0.5, "diverged", errors=(0.5, 0.01, None))
+    assert winner([slow, fast, lucky]) is fast
+    assert winner([fast, slow]) is fast
+    assert winner([lucky]) is None
+    equal = recorded(0.3, errors=(0.5, 0.2, 0.3))
+    assert winner([fast, equal]) is winner([equal, fast]) is equal
+
+
+def test_stopped_runs_are_carried_on_only_if_nothing_learned():
+    stopped, learned = recorded(1e-9, "stopped", (0.9,)), recorded(0.1)
+    hopeless, diverged = recorded(1e-3, errors=(0.9, 0.88, 0.85)), recorded(1.0, "diverged", (None,))
+    assert to_carry_on([stopped, learned], classes=10) == []
+    assert to_carry_on([stopped, hopeless], classes=10) == [stopped]
+    assert to_carry_on([stopped, diverged], classes=10) == [stopped]
+
+
+def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
+    names = {SMALL.name}
+    for changes in ({"step_size": 0.2}, {"p": 1.0}, {"seed": Seeds(order=1)}, {"data": "x"}, {"epochs": 4}):
+        names.add(dataclasses.replace(SMALL, **changes).name)
+    assert len(names) == 6
+    assert "/" not in dataclasses.replace(SMALL, dataset="a/b=../c.npz").name
+    other = dataclasses.replace(digits, train_y=digits.train_y.flip(0))
+    assert checksum(digits) == checksum(load("digits")) != checksum(other)
+    for wrong in ({"step_size": 0.0}, {"step_size": float("nan")}, {"dropout": 1.0}, {"hidden": ()},
+                  {"batch": 0}, {"epochs": 0}, {"validation": -1}, {"p": 0.5}, {"grace": -1}):  # fmt: skip
+        with pytest.raises(PathError, match="Invalid"):
+            dataclasses.replace(SMALL, **wrong)
