@@ -119,7 +119,14 @@ def _is_faster(found: Race | None) -> bool:
 
 
 def _errors(errors: dict[str, Spread]) -> str:
-    return "test error " + ", ".join(f"{METHODS[n].label} {error.percent()}" for n, error in errors.items())
+    text = "test error " + ", ".join(f"{METHODS[n].label} {error.percent()}" for n, error in errors.items())
+    own = errors[PATH]
+    close = [
+        METHODS[n].label for n in RIVALS if errors[n].least <= own.largest and own.least <= errors[n].largest
+    ]
+    if close and own.least < own.largest:
+        text += f"; the seeds' ranges overlap with {' and '.join(close)}"
+    return text
 
 
 def _is_better(errors: dict[str, Spread]) -> bool:
