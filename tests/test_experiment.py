@@ -12,6 +12,7 @@ import torch
 from pathsgd.errors import PathError
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment import store
+from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run, Seeds
 from pathsgd.paper.experiment.execute import Habits, execute
@@ -247,3 +248,22 @@ def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
                   {"batch": 0}, {"epochs": 0}, {"validation": -1}, {"p": 0.5}, {"grace": -1}):  # fmt: skip
         with pytest.raises(PathError, match="Invalid"):
             dataclasses.replace(SMALL, **wrong)
+
+
+def test_adagrad_in_one_pass_is_torchs():
+    """By Triton's interpreter, as the other kernels."""
+    models = [network_of(SMALL, problem_of(load("digits"), SMALL, CPU))[0] for _ in range(2)]
+    kinds = torch.optim.Adagrad, OnePassAdagrad
+    optimizers = [kind(m.parameters(), lr=0.1) for kind, m in zip(kinds, models, strict=True)]
+    for step in range(5):
+        torch.manual_seed(step)
+        grads = [torch.randn_like(p) for p in models[0].parameters()]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = grad
+            optimizer.step()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert (p - q).abs().max() < 1e-6
+        assert torch.allclose(optimizers[0].state[p]["sum"], optimizers[1].state[q]["sum"])
+        assert optimizers[1].state[q]["step"] == 5
+    assert optimizers[1].state_dict()["state"].keys() == optimizers[0].state_dict()["state"].keys()

@@ -13,6 +13,8 @@ from torch.optim.optimizer import Optimizer
 from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.kernels.choice import has_triton
+from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 
 
 class MuonAndSGD:
@@ -76,6 +78,14 @@ def _for_device(kind: type[Optimizer], model: nn.Module, options: dict[str, Any]
     return {**options, "fused": True}
 
 
+def _adagrad(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
+    parameters = list(model.parameters())
+    # One pass over the memory instead of five, where Triton is there to make it.
+    if parameters[0].is_cuda and has_triton():
+        return OnePassAdagrad(parameters, lr=lr)
+    return _torch(torch.optim.Adagrad)(model, graph, lr, p)
+
+
 def _path_adamw(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
     options = _for_device(torch.optim.AdamW, model, {})
     return PathNormalized(torch.optim.AdamW, model, graph, p=p, lr=lr, **options)
@@ -83,7 +93,7 @@ def _path_adamw(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Opti
 
 METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _torch(torch.optim.SGD)),
-    "adagrad": Method("AdaGrad", _torch(torch.optim.Adagrad)),
+    "adagrad": Method("AdaGrad", _adagrad),
     "path-sgd": Method("Path-SGD", lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p), invariant=True),
     "momentum": Method("SGD, momentum 0.9", _torch(torch.optim.SGD, momentum=0.9)),
     "adam": Method("Adam", _torch(torch.optim.Adam)),
