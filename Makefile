@@ -17,7 +17,7 @@ help: ## list the targets
 
 test: lint types unit ## format, lint, types and every test: what has to pass before a change is merged
 
-demo: $(STAMP) ## run the paper's whole study in small: three minutes, into pathsgd-small/
+demo: $(STAMP) ## run the paper's whole study in small: two minutes, into pathsgd-small/
 	@$(BIN)/pathsgd reproduce
 
 lint: $(STAMP) ## check formatting and lint

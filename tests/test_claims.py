@@ -66,7 +66,11 @@ def test_each_claim_can_fail(study):
 
 def test_what_was_not_run_is_not_tested(tmp_path):
     alone = fake_study(tmp_path, methods=("path-sgd",), inits=("balanced",), epochs=3)
-    assert verdicts(alone) == ["held", *["not tested"] * 4, "held", "not tested"]
+    assert verdicts(alone) == ["not tested"] * 7
+    said = [claim.evidence[-1] for claim in claims(alone, None)[:6]]
+    assert said[0] == said[5].replace("SGD, ", "") == "not run: the unbalanced start"
+    assert said[1] == "not run: SGD, AdaGrad, the unbalanced start"
+    assert said[4] == "not run: SGD, AdaGrad, with dropout"
 
 
 def test_a_run_that_diverged_is_harm_and_never_wins(tmp_path):
@@ -91,4 +95,6 @@ def test_evidence(study):
     assert epochs_to([0.1, 0.5, 0.2, 0.1], 0.2) == 2
     assert epochs_to([1.0, 1.0], 0.5) is None
     assert spread([0.01, 0.03]).percent() == "2.00% (1.00 to 3.00)"
-    assert spread([0.01, float("nan")]).percent() == "diverged"
+    assert spread([0.01, float("nan")]).percent() == "1 of 2 diverged"
+    assert spread([float("nan")]).plain() == "diverged"
+    assert spread([]).plain() == "no step size ended well"

@@ -110,8 +110,13 @@ def test_a_data_set_of_ones_own(tmp_path, capsys):
     assert "own       5 (5)           3        150           50" in capsys.readouterr().out
     before = numbers(out)
     np.savez(own, train_x=2 * x[:150], train_y=y[:150], test_x=x[150:], test_y=y[150:])
-    assert command(*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet") == 0
+    again = (*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet")
+    assert "holds another study" in refused(capsys, *again)
+    assert numbers(out) == before
+    (out / "figures" / "figure3.png").write_bytes(b"old")
+    assert command(*again, "--replace") == 0
     assert len(numbers(out)) > len(before)  # other numbers are other runs
+    assert not (out / "figures" / "figure3.png").exists()
 
 
 def refused(capsys, *arguments, code=1):
@@ -165,7 +170,7 @@ def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys):
     assert "was changed after the run had ended" in refused(capsys, "figures", tmp_path)
     changed.write_bytes(content)
     (changed.parent / "result.json").unlink()
-    assert "is not finished" in refused(capsys, "figures", tmp_path)
+    assert "has runs to go" in refused(capsys, "figures", tmp_path)
     (tmp_path / "choices.json").write_text('[{"cell": 3}]')
     assert "choices.json" in refused(capsys, "figures", tmp_path)
     (tmp_path / "choices.json").unlink()

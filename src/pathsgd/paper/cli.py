@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from pathsgd.errors import PathError
 from pathsgd.paper.bench import command as bench
 from pathsgd.paper.commands import figures, reproduce, sweep, train
 from pathsgd.paper.data import command as data
+from pathsgd.paper.experiment.manifest import version_of
 from pathsgd.paper.inspect import command as inspect
 
 COMMANDS = {
@@ -26,7 +28,8 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pathsgd", description="Rescaling-invariant training for PyTorch.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"pathsgd {version_of('pathsgd')}")
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         own = commands.add_parser(
             name,
@@ -37,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 2
+    # Muon on a CPU without bf16: two dozen lines for a product that is then made another way.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:
         return options.run(options)
     except (PathError, OSError) as error:

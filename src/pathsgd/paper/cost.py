@@ -50,7 +50,7 @@ def measured(study: Study, info: DataInfo, device: torch.device) -> Cost:
     machine = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
+        else f"a CPU, threads: {torch.get_num_threads()}"
     )
     return Cost(name, machine, sgd, path)
 

@@ -20,21 +20,25 @@ class Spread:
     mean: float
     least: float
     largest: float
+    lost: str = "diverged"
+    """What is said where there is no number."""
 
     def percent(self) -> str:
         if math.isnan(self.mean):
-            return "diverged"
+            return self.lost
         if self.least == self.largest:
             return f"{self.mean:.2%}"
         return f"{self.mean:.2%} ({100 * self.least:.2f} to {100 * self.largest:.2f})"
 
     def plain(self) -> str:
-        return "diverged" if math.isnan(self.mean) else f"{self.mean:.3g}"
+        return self.lost if math.isnan(self.mean) else f"{self.mean:.3g}"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    if not values or any(math.isnan(value) for value in values):
-        return Spread(math.nan, math.nan, math.nan)
+    lost = sum(map(math.isnan, values))
+    if lost or not values:
+        text = "no step size ended well" if not values else f"{lost} of {len(values)} diverged"
+        return Spread(math.nan, math.nan, math.nan, text if len(values) != 1 else "diverged")
     return Spread(statistics.fmean(values), min(values), max(values))
 
 

@@ -60,7 +60,7 @@ def _reading(kind: Any, name: str) -> dict[str, Any]:
         return _reading(kind, name)
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
-    return {"type": kind, "metavar": name.upper()}
+    return {"type": kind, "metavar": "N" if kind is int else name.upper()}
 
 
 def _shown(value: Any) -> str:

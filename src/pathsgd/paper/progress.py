@@ -39,6 +39,8 @@ class Progress:
 
     def ended(self, run: Recorded) -> None:
         """A run that ended early leaves epochs that nobody waits for."""
+        if self._bar is None and not run.run.validation:
+            self.say(f"{_short(run.run)}: {run.status}, test error {run.errors[-1]:.2%}")
         if self._bar is not None:
             with self._lock:
                 self._bar.total -= run.run.epochs - run.epochs

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the paper's MNIST network only")
     parser.add_argument("--sweep", action="store_true", help="also over batch, width and depth")
     parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), metavar="NAME", help=", ".join(METHODS)
+        "--methods", nargs="+", choices=list(METHODS), metavar="NAME", help="any of: " + "; ".join(METHODS)
     )
     parser.add_argument("--seconds", type=float, help="for each measurement (GPU: 0.5, CPU: 6)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, as they come")

@@ -22,6 +22,7 @@ from pathsgd.paper.progress import Progress
 def add_place(parser: argparse.ArgumentParser, out: str) -> None:
     group = parser.add_argument_group("where and how")
     group.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the results (default: {out})")
+    group.add_argument("--replace", action="store_true", help="let this study replace another in that folder")
     group.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="folder of the data sets: see `pathsgd data`"
     )
@@ -52,7 +53,7 @@ def place_of(
     device = device_of(options.device)
     weights = max(weights_of(data.features, hidden, data.classes) for data in datasets.values())
     lanes = share_out(device, weights, options.lanes)
-    return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints))
+    return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints), options.replace)
 
 
 @contextmanager

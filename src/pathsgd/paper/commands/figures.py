@@ -34,7 +34,10 @@ def conclude(results: Results) -> None:
     out = results.out
     found, judged = tables(results), claims(results, cost.read(out))
     store.write_json(out / "claims.json", [dataclasses.asdict(claim) for claim in judged])
+    print("drawing the figures", flush=True)
     drawn = draw_all(results, out / "figures")
+    for old in set((out / "figures").glob("figure*.*")) - set(drawn):
+        old.unlink()  # of another study in the same place
     write_report(results, found, judged, drawn, out / "report.html")
     for table in found:
         print("\n" + printed(table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from pathsgd.paper import cost
@@ -35,9 +36,11 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=list(PRESETS), default="small", help="what to start from")
-    group = parser.add_argument_group("the study", "the defaults shown are those of --preset paper")
-    add_options(group, Study, datasets=PRESETS["paper"].datasets)
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="small", help="what the options change (default: small)"
+    )
+    group = parser.add_argument_group("the study", "the defaults shown are those of --preset small")
+    add_options(group, Study, **dataclasses.asdict(PRESETS["small"]))
     add_place(parser, "pathsgd-PRESET")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
@@ -24,9 +25,11 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=list(PRESETS), default="small", help="what to start from")
-    group = parser.add_argument_group("the study", "the defaults shown are those of --preset paper")
-    add_options(group, Study, datasets=PRESETS["paper"].datasets)
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="small", help="what the options change (default: small)"
+    )
+    group = parser.add_argument_group("the study", "the defaults shown are those of --preset small")
+    add_options(group, Study, **dataclasses.asdict(PRESETS["small"]))
     add_place(parser, "pathsgd-sweep")
 
 
@@ -39,4 +42,5 @@ def run(options: argparse.Namespace) -> int:
         record_head(study, datasets, place)
         choices = search(study, datasets, place, reporter)
     print("\n" + printed(choices_table(choices)))
+    print(f"\nrecorded in {out}")
     return 0 if all(choice.best for choice in choices) else 1

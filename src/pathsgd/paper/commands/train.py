@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 
 from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
@@ -13,7 +14,7 @@ from pathsgd.paper.experiment.execute import execute
 from pathsgd.paper.experiment.manifest import manifest
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.problem import checksum, problem_of
-from pathsgd.paper.experiment.record import Line
+from pathsgd.paper.experiment.record import Folder, Line
 from pathsgd.paper.options import add_options, from_json, given, merged
 
 HELP = "one training run"
@@ -25,6 +26,7 @@ diverged; the exit code is then 1.
 
 methods:
 {chr(10).join(f"  {name:14} {kind.label}" for name, kind in METHODS.items())}
+Muon takes matrices only; what is none (biases, convolutions) moves by SGD at the same step size.
 
 examples:
   pathsgd train --method path-sgd --step-size 0.1 --hidden 256 256
@@ -58,18 +60,23 @@ def run(options: argparse.Namespace) -> int:
             reporter.epoch(run, line)
             reporter.say(described(line))
 
+        before = Folder(place.runs, config).recorded()
         ended = execute(config, problem, place.runs, watch, place.habits)
         reporter.ended(ended)
         store.write_json(place.runs / config.name / "manifest.json", manifest(place.device))
     print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {described(ended.lines[-1])}")
-    print(f"recorded in {place.runs / config.name}")
+    print(f"{'recorded before' if before == ended else 'recorded'} in {place.runs / config.name}")
     return 1 if ended.status == "diverged" else 0
 
 
 def described(line: Line) -> str:
     rest = ", ".join(
-        f"{name.replace('_', ' ')} {'not finite' if value is None else format(value, '.4g')}"
-        for name, value in line.items()
-        if name != "epoch"
+        f"{name.replace('_', ' ')} {_number(name, value)}" for name, value in line.items() if name != "epoch"
     )
     return f"epoch {line['epoch']}: {rest}"
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.2%}" if name.endswith("error") else f"{value:.4g}"

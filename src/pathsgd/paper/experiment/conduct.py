@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.choose import to_carry_on, winner
@@ -51,6 +52,8 @@ class Place:
     lanes: int = 1
     """Runs at a time."""
     habits: Habits = dataclasses.field(default_factory=Habits)
+    replace: bool = False
+    """Whether this study may take the place of another in the same folder."""
 
     @property
     def runs(self) -> Path:
@@ -72,12 +75,27 @@ def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) 
 def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, DataInfo]:
     """Writes down what is about to be done, with what."""
     infos = {name: info_of(data) for name, data in datasets.items()}
-    store.write_json(place.out / "study.json", dataclasses.asdict(study))
-    store.write_json(
-        place.out / "data.json", {name: dataclasses.asdict(info) for name, info in infos.items()}
-    )
+    head = {
+        "study.json": dataclasses.asdict(study),
+        "data.json": {name: dataclasses.asdict(info) for name, info in infos.items()},
+    }
+    if any(_differs(place.out / name, content) for name, content in head.items()):
+        if not place.replace:
+            raise PathError(
+                f"{place.out} holds another study: choose another folder (--out), or --replace it: its runs "
+                "stay, and those that both have in common are not run again"
+            )
+        # What another study came to must not be taken for what this one will.
+        for name in ("choices.json", "claims.json", "cost.json", "report.html"):
+            (place.out / name).unlink(missing_ok=True)
+    for name, content in head.items():
+        store.write_json(place.out / name, content)
     store.write_json(place.out / "manifest.json", manifest(place.device))
     return infos
+
+
+def _differs(path: Path, content: object) -> bool:
+    return path.exists() and path.read_bytes() != store.encoded(content)
 
 
 def info_of(data: Dataset) -> DataInfo:

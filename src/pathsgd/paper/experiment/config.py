@@ -43,7 +43,7 @@ class Run:
     )
     dropout: float = option(0.0, "probability with which a hidden unit is dropped")
     net: Net = option("mlp", "linear layers, or convolutions with pooling and one linear hidden layer")
-    hidden: tuple[int, ...] = option((4000, 4000), "hidden units of each layer (conv: channels, then units)")
+    hidden: tuple[int, ...] = option((256, 256), "hidden units of each layer (conv: channels, then units)")
     batch: int = option(100, "points in a mini-batch; an epoch leaves out what does not fill one")
     epochs: int = option(20, "epochs")
     validation: int = option(

@@ -22,14 +22,14 @@ def manifest(device: torch.device) -> dict[str, Any]:
         "command": " ".join(["pathsgd", *sys.argv[1:]]),
         "revision": _revision(),
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "system": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "threads": torch.get_num_threads(),
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -35,7 +35,7 @@ def problem_of(data: Dataset, run: Run, device: torch.device) -> Problem:
         if run.validation >= len(train_y):
             raise PathError(
                 f"{run.dataset} has {len(train_y)} training points; {run.validation} cannot be kept out for "
-                "validation"
+                "validation: --validation"
             )
         order = torch.randperm(len(train_y), generator=torch.Generator().manual_seed(run.seed.split))
         kept, out = order[run.validation :], order[: run.validation]
@@ -43,7 +43,7 @@ def problem_of(data: Dataset, run: Run, device: torch.device) -> Problem:
         train_x, train_y = train_x[kept], train_y[kept]
     if run.batch > len(train_y):
         raise PathError(
-            f"{run.dataset} has {len(train_y)} points to train on, less than a batch of {run.batch}"
+            f"{run.dataset} has {len(train_y)} points to train on, less than a batch of {run.batch}: --batch"
         )
     if run.centre:
         mean = train_x.double().mean(0).float()

@@ -68,12 +68,12 @@ class Choice:
     def __str__(self) -> str:
         counts = {s: sum(t.status == s for t in self.tried) for s in ("diverged", "stopped")}
         rest = "".join(f", {count} {status}" for status, count in counts.items() if count)
-        name = describe(self.cell)
+        name, tried = describe(self.cell), f"of {len(self.tried)} tried{rest}"
         if self.best is None:
-            return f"{name}: no step size ended well{rest}"
+            return f"{name}: no step size ended well ({tried})"
         return (
-            f"{name}: step size {self.best.step_size:g} of {len(self.tried)}{rest}; "
-            f"validation error {self.best.best_error:.2%} after {self.best.best_epoch} epochs"
+            f"{name}: step size {self.best.step_size:g} ({tried}), validation error "
+            f"{self.best.best_error:.2%} in epoch {self.best.best_epoch}"
         )
 
 
@@ -128,5 +128,5 @@ class Results:
 
 def _read(path: Path) -> Recorded:
     if not (path / "result.json").exists():
-        raise PathError(f"the study in {path.parent.parent} is not finished: run the same command again")
+        raise PathError(f"the study in {path.parent.parent} has runs to go: `pathsgd reproduce` takes it up")
     return read(path)

@@ -39,8 +39,12 @@ def _umask() -> int:
     return mask
 
 
+def encoded(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_whole(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    write_whole(path, encoded(value))
 
 
 def read_json(path: Path) -> Any:

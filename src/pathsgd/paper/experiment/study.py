@@ -61,6 +61,9 @@ class Study:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise PathError(f"--{name.replace('_', '-')}: expected at least one, each once")
+        names = [name.split("=")[0] for name in self.datasets]
+        if len(set(names)) < len(names):
+            raise PathError(f"--datasets: {', '.join(names)}: each needs a name of its own")
         if self.repeats < 1:
             raise PathError(f"Invalid number of repeats: {self.repeats}")
         if not self.validation:
