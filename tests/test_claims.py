@@ -87,6 +87,26 @@ def test_a_run_that_diverged_is_harm_and_never_wins(tmp_path):
     assert printed_claims(found).splitlines()[2].startswith("1. ")
 
 
+def test_where_nothing_ended_well_nothing_is_held_against_the_unbalanced_start(tmp_path):
+    both = [(name, init) for name in ("sgd", "adagrad") for init in ("balanced", "unbalanced")]
+    results = fake_study(tmp_path, datasets=("mnist",), unchosen=both)
+    assert verdicts(results)[1] == "not tested"
+    assert verdicts(results)[5] == "held"  # by (b) and (c)
+    equal = fake_study(tmp_path / "equal", datasets=("mnist",), methods=("sgd", "adagrad", "path-sgd"))
+    for name in ("sgd", "adagrad"):
+        for init in ("balanced", "unbalanced"):
+            equal = with_runs(equal, Cell("mnist", 0.0, init, name), test_error=1e-300, train_loss=1e-300)
+            for own in equal.finals[Cell("mnist", 0.0, init, name)]:
+                own.lines[-1].update(test_error=0.0, train_loss=0.0)
+    assert verdicts(equal)[1] == "not held"
+    assert verdicts(equal)[3] == "not held"
+
+
+def test_rivals_that_diverged_lose(tmp_path):
+    ends = {("sgd", "balanced", 0): 2, ("adagrad", "balanced", 0): 3}
+    assert verdicts(fake_study(tmp_path, datasets=("mnist",), diverged=ends))[3] == "held"
+
+
 def test_evidence(study):
     runs = {name: study.finals[Cell("mnist", 0.0, "balanced", name)] for name in ("sgd", "path-sgd")}
     found = race(runs)

@@ -20,6 +20,7 @@ from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Recorded
 from pathsgd.paper.experiment.training import Training, network_of
+from pathsgd.paper.machine import share_out
 
 CPU = torch.device("cpu")
 SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
@@ -69,6 +70,19 @@ def test_an_interrupted_run_ends_with_the_same_bits(problem, tmp_path, method, d
     assert whole == cut
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # on CPUs without bf16
+def test_an_interrupted_run_of_muon_ends_with_the_same_bits(problem, tmp_path):
+    """torch's products round otherwise after its first one, unless that was made before the first run."""
+    enabled = torch._C._get_mkldnn_enabled()
+    share_out(CPU, 10, 1, ["sgd", "muon"])
+    config = dataclasses.replace(SMALL, method="muon", step_size=0.01)
+    expected, _ = run(config, problem, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(config, problem, tmp_path / "cut", kill_at=2)
+    assert run(config, problem, tmp_path / "cut")[0] == expected
+    torch._C._set_mkldnn_enabled(enabled)
+
+
 def test_without_the_state_of_the_order_an_interrupted_run_would_differ(problem, tmp_path, monkeypatch):
     expected, _ = run(SMALL, problem, tmp_path / "whole")
     load = Training.load_state_dict
@@ -79,6 +93,7 @@ def test_without_the_state_of_the_order_an_interrupted_run_would_differ(problem,
     monkeypatch.setattr(Training, "load_state_dict", forgetful)
     with pytest.raises(Killed):
         run(SMALL, problem, tmp_path / "cut", kill_at=2)
+    assert Folder(tmp_path / "cut", SMALL).saved() is not None
     found, _ = run(SMALL, problem, tmp_path / "cut")
     assert found.lines[:2] == expected.lines[:2]
     assert found.lines != expected.lines
@@ -178,6 +193,52 @@ def test_files_that_were_meddled_with_are_not_believed_and_run_nothing(problem, 
     assert not (tmp_path / "sprung").exists()
 
 
+def test_a_checkpoint_is_believed_whole_and_in_its_place_or_not_at_all(problem, tmp_path):
+    expected, _ = run(SMALL, problem, tmp_path / "whole")
+    other = dataclasses.replace(SMALL, step_size=0.2)
+    for config in (SMALL, other):
+        with pytest.raises(Killed):
+            run(config, problem, tmp_path, kill_at=3)
+    folder = Folder(tmp_path, SMALL)
+    content, metrics = folder.checkpoint.read_bytes(), folder.metrics.read_bytes()
+    assert folder.saved() is not None
+    generator = torch.Generator().manual_seed(0)
+    believed = 0
+    for place in torch.randint(len(content), (40,), generator=generator).tolist():
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        folder.checkpoint.write_bytes(flipped)
+        saved = folder.saved()
+        believed += saved is not None
+        if saved is not None:  # a bit that nothing reads, such as padding
+            training = Training(SMALL, problem)
+            training.load_state_dict(saved[0])
+    assert believed < 25
+    folder.checkpoint.write_bytes(Folder(tmp_path, other).checkpoint.read_bytes())
+    assert folder.saved() is None
+    folder.checkpoint.write_bytes(content)
+    folder.metrics.write_bytes(metrics.replace(b"1", b"2", 1))
+    assert folder.saved() is None
+    (folder.path / ".checkpoint.pt.left").write_bytes(b"half")
+    assert run(SMALL, problem, tmp_path)[0] == expected
+    assert {path.name for path in folder.path.iterdir()} == {"config.json", "metrics.jsonl", "result.json"}
+
+
+def test_a_finished_run_is_tied_to_its_folder(problem, tmp_path):
+    run(SMALL, problem, tmp_path)
+    folder = Folder(tmp_path, SMALL)
+    for name, old, new in (("config.json", "0.1", "5.0"), ("result.json", "done", "diverged")):
+        path = folder.path / name
+        content = path.read_text()
+        assert old in content
+        path.write_text(content.replace(old, new))
+        assert folder.recorded() is None
+        path.write_text(content)
+    assert folder.recorded() is not None
+    folder.path.rename(tmp_path / dataclasses.replace(SMALL, method="sgd").name)
+    assert Folder(tmp_path, dataclasses.replace(SMALL, method="sgd")).recorded() is None
+
+
 class Trap:
     """Unpickled, it would write a file."""
 
@@ -233,6 +294,7 @@ def test_stopped_runs_are_carried_on_only_if_nothing_learned():
     hopeless, diverged = recorded(1e-3, errors=(0.9, 0.88, 0.85)), recorded(1.0, "diverged", (None,))
     assert to_carry_on([stopped, learned], classes=10) == []
     assert to_carry_on([stopped, hopeless], classes=10) == [stopped]
+    assert to_carry_on([stopped, recorded(1e-3, errors=(0.7, 0.6, 0.5))], classes=10) == [stopped]
     assert to_carry_on([stopped, diverged], classes=10) == [stopped]
 
 
@@ -245,7 +307,8 @@ def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
     other = dataclasses.replace(digits, train_y=digits.train_y.flip(0))
     assert checksum(digits) == checksum(load("digits")) != checksum(other)
     for wrong in ({"step_size": 0.0}, {"step_size": float("nan")}, {"dropout": 1.0}, {"hidden": ()},
-                  {"batch": 0}, {"epochs": 0}, {"validation": -1}, {"p": 0.5}, {"grace": -1}):  # fmt: skip
+                  {"batch": 0}, {"epochs": 0}, {"validation": -1}, {"p": 0.5}, {"grace": -1},
+                  {"p": float("inf")}, {"seed": Seeds(order=1 << 63)}, {"step_size": 1e300}):  # fmt: skip
         with pytest.raises(PathError, match="Invalid"):
             dataclasses.replace(SMALL, **wrong)
 

@@ -140,6 +140,10 @@ def test_errors_of_one_line(tmp_path, capsys, study):
     assert "cannot be used" in refused(capsys, "train", "--device", "cuda:77", "--out", tmp_path / "a")
     assert "cannot be used" in refused(capsys, "train", "--device", "toaster", "--out", tmp_path / "a")
     assert "Invalid step size" in refused(capsys, "train", "--step-size", "-1", "--out", tmp_path / "a")
+    for wrong in (["--dropouts", 0, "nan"], ["--seed", 1 << 70], ["--p", "inf"], ["--validation", 1440]):
+        assert refused(capsys, "sweep", *wrong, "--out", tmp_path / "b")
+    assert "each needs a name of its own" in refused(capsys, "sweep", "--dataset", "a=1.npz", "a=2.npz")
+    assert "GB or more" in refused(capsys, "train", "--hidden", 10**11, "--out", tmp_path / "b")
     assert "each once" in refused(capsys, "sweep", "--methods", "sgd", "sgd", "--out", tmp_path / "a")
     assert "holds no study" in refused(capsys, "figures", tmp_path / "nowhere")
     assert "is not JSON" in refused(capsys, "train", "--config", taken, "--out", tmp_path / "a")
@@ -171,6 +175,11 @@ def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys):
     changed.write_bytes(content)
     (changed.parent / "result.json").unlink()
     assert "has runs to go" in refused(capsys, "figures", tmp_path)
+    data = (tmp_path / "data.json").read_text()
+    for text in ("[]", '{"digits": {}}'):
+        (tmp_path / "data.json").write_text(text)
+        assert "data.json" in refused(capsys, "figures", tmp_path)
+    (tmp_path / "data.json").write_text(data)
     (tmp_path / "choices.json").write_text('[{"cell": 3}]')
     assert "choices.json" in refused(capsys, "figures", tmp_path)
     (tmp_path / "choices.json").unlink()

@@ -5,6 +5,7 @@ What "considerably", "faster" and "about" mean is fixed here, for all data sets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from pathsgd.paper.cost import Cost
@@ -97,11 +98,8 @@ def _unbalance_hurts(results: Results) -> Claim:
                     continue
                 errors = [last(results.finals[cell], "test_error") for cell in cells]
                 losses = [last(results.finals[cell], "train_loss") for cell in cells]
-                # So written that nan, a run that diverged, is harm.
-                holds.append(
-                    not errors[1].mean < HURT * errors[0].mean
-                    or not losses[1].mean < HURT_LOSS * losses[0].mean
-                )
+                if not math.isnan(errors[0].mean):  # else there is nothing to hurt
+                    holds.append(_worse(errors, HURT) or _worse(losses, HURT_LOSS))
                 evidence.append(
                     f"{_where(dataset, dropout)}, {method(name).label}: test error {errors[0].percent()} "
                     f"balanced, {errors[1].percent()} unbalanced; training loss {losses[0].plain()} and "
@@ -111,6 +109,12 @@ def _unbalance_hurts(results: Results) -> Claim:
     text += f" ({HURT:g} times the test error or {HURT_LOSS:g} times the training loss, or more)."
     missing = _not_run(results, RIVALS, ["balanced", "unbalanced"])
     return Claim(2, text, _verdict(holds, missing), evidence + _said(missing))
+
+
+def _worse(pair: Sequence[Spread], times: float) -> bool:
+    """Whether the second diverged, or is higher and at least so many times as high."""
+    before, after = pair
+    return math.isnan(after.mean) or (after.mean > before.mean and after.mean >= times * before.mean)
 
 
 def _compared(results: Results, dropout: float) -> dict[str, tuple[Race | None, dict[str, Spread]]]:
@@ -141,13 +145,14 @@ def _errors(errors: dict[str, Spread]) -> str:
     close = [
         METHODS[n].label for n in RIVALS if errors[n].least <= own.largest and own.least <= errors[n].largest
     ]
-    if close and own.least < own.largest:
+    if close and any(error.least < error.largest for error in errors.values()):
         text += f"; the seeds' ranges overlap with {' and '.join(close)}"
     return text
 
 
 def _is_better(errors: dict[str, Spread]) -> bool:
-    return all(errors[PATH].mean < errors[rival].mean for rival in RIVALS)
+    own = errors[PATH].mean
+    return not math.isnan(own) and all(math.isnan(e) or own < e for e in (errors[r].mean for r in RIVALS))
 
 
 def _faster(results: Results) -> Claim:
@@ -205,7 +210,8 @@ def _figure_one(results: Results) -> Claim:
         cells = [Cell(dataset, 0.0, init, "sgd") for init in ("balanced", "unbalanced")]
         if all(cell in results.finals for cell in cells):
             losses = [last(results.finals[cell], "train_loss") for cell in cells]
-            holds.append(not losses[1].mean <= losses[0].mean)
+            if not math.isnan(losses[0].mean):
+                holds.append(_worse(losses, 1.0))
             evidence.insert(
                 0,
                 f"(a) {_where(dataset, 0.0)}: SGD ends at a training loss of {losses[0].plain()} balanced, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a folder's name may not fit the terminal
     # Muon on a CPU without bf16: two dozen lines for a product that is then made another way.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,7 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever a backend that is not there raises
         raise PathError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
 
@@ -33,7 +34,23 @@ def weights_of(features: int, hidden: tuple[int, ...], classes: int) -> int:
     return sum(math.prod(pair) for pair in pairwise(widths))
 
 
-def share_out(device: torch.device, weights: int, lanes: int | None) -> int:
+def check_memory(device: torch.device, weights: int) -> None:
+    """Refuses networks that cannot fit: a CPU would take them and be killed on the way."""
+    needed = 12 * weights  # in fp32 with gradients and one number of state
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > there:
+        raise PathError(
+            f"a network of {weights:.2g} weights needs {needed / 1e9:.0f} GB or more, and there are "
+            f"{there / 1e9:.0f} GB: fewer --hidden units"
+        )
+
+
+def share_out(device: torch.device, weights: int, lanes: int | None, methods: Sequence[str]) -> int:
     """Sets torch's threads for networks of so many weights; the number of runs at a time.
 
     On a CPU small networks are run with one thread each, several at a time, and large ones with all threads,
@@ -41,6 +58,11 @@ def share_out(device: torch.device, weights: int, lanes: int | None) -> int:
     """
     if lanes is not None and lanes < 1:
         raise PathError(f"Invalid number of lanes: {lanes}")
+    if device.type == "cpu" and "muon" in methods:
+        # On a CPU without bf16 torch gives up mkldnn for good at the first product Muon asks for, and rounds
+        # otherwise from then on: let that happen before the first run, not in the middle of one.
+        x = torch.ones(2, 2, dtype=torch.bfloat16)
+        x @ x
     if device.type == "cuda" or weights >= SMALL:
         return lanes or 1
     torch.set_num_threads(1)

@@ -100,7 +100,10 @@ def from_json(config: type[T], values: Any, where: str) -> T:
             found[name] = from_json(kind, value, f"{where}: {name}")  # type: ignore[arg-type]
         else:
             found[name] = _checked(kind, value, f"{where}: {name}")
-    return config(**found)
+    try:
+        return config(**found)
+    except TypeError as error:
+        raise PathError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:

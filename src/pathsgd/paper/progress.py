@@ -26,8 +26,11 @@ class Progress:
         if not sys.stderr.isatty():
             self.say(f"{title}: {epochs} epochs at most")
             return
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+        except ImportError:
+            self.say(f"{title}: {epochs} epochs at most")
+            return
         self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
 
     def epoch(self, run: Run, line: Line) -> None:

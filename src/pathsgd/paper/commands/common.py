@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
 from pathsgd.paper.experiment.execute import Habits
 from pathsgd.paper.experiment.store import alone_in
-from pathsgd.paper.machine import device_of, share_out, weights_of
+from pathsgd.paper.machine import check_memory, device_of, share_out, weights_of
 from pathsgd.paper.progress import Progress
 
 
@@ -47,13 +47,19 @@ def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
 
 
 def place_of(
-    options: argparse.Namespace, datasets: Datasets, hidden: tuple[int, ...], out: Path,
-    keep_checkpoints: bool = False,
+    options: argparse.Namespace, datasets: Datasets, hidden: tuple[int, ...], methods: Sequence[str],
+    out: Path, keep_checkpoints: bool = False,
 ) -> Place:  # fmt: skip
     device = device_of(options.device)
     weights = max(weights_of(data.features, hidden, data.classes) for data in datasets.values())
-    lanes = share_out(device, weights, options.lanes)
+    check_memory(device, weights)
+    lanes = share_out(device, weights, options.lanes, methods)
     return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints), options.replace)
+
+
+def _is_memory(text: str) -> bool:
+    """A CPU that has none left says so in a plain RuntimeError."""
+    return any(part in text for part in ("memory", "Storage size calculation overflowed", "too large"))
 
 
 @contextmanager
@@ -72,8 +78,11 @@ def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
             progress.close()
             print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
             raise
-        except torch.OutOfMemoryError as error:
-            raise PathError(f"out of memory: {str(error).splitlines()[0]}; try --lanes 1") from None
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            text = str(error).splitlines()[0] if str(error) else "MemoryError"
+            if isinstance(error, RuntimeError) and not _is_memory(text):
+                raise
+            raise PathError(f"out of memory: {text}; try smaller --hidden, or --lanes 1") from None
         finally:
             progress.close()
             if reporter is not progress:

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     study = merged(PRESETS[options.preset], given(options, Study))
     out = options.out or Path(f"pathsgd-{options.preset}")
     datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study.hidden, out)
+    place = place_of(options, datasets, study.hidden, study.methods, out)
     with reporting(options, out) as reporter:
         results = conduct(study, datasets, place, reporter)
         reporter.say("timing a step")

@@ -18,7 +18,7 @@ The first half of `pathsgd reproduce`: for every data set, method, initialisatio
 runs of every step size on part of the training data, and the one with the lowest validation
 error, of equals the one that reaches it in fewer epochs. Runs that diverge are recorded as
 diverged. A run that after a third of its epochs has not learned anything is stopped, and carried
-on if no other step size did better.
+on unless another is clearly ahead.
 
 example:
   pathsgd sweep --methods sgd path-sgd --step-sizes 1 0.3 0.1 0.03 0.01 --inits balanced --dropouts 0"""
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     study = merged(PRESETS[options.preset], given(options, Study))
     out = options.out or Path("pathsgd-sweep")
     datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study.hidden, out)
+    place = place_of(options, datasets, study.hidden, study.methods, out)
     with reporting(options, out) as reporter:
         record_head(study, datasets, place)
         choices = search(study, datasets, place, reporter)

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     method(config.method)
     out = options.out or Path("pathsgd-train")
     datasets = loaded([config.dataset], options)
-    place = place_of(options, datasets, config.hidden, out, keep_checkpoints=True)
+    place = place_of(options, datasets, config.hidden, [config.method], out, keep_checkpoints=True)
     config = dataclasses.replace(config, data=checksum(datasets[config.dataset]))
     problem = problem_of(datasets[config.dataset], config, place.device)
     with reporting(options, out) as reporter:

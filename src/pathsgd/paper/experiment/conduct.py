@@ -22,10 +22,11 @@ from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import Habits, execute
 from pathsgd.paper.experiment.manifest import manifest
 from pathsgd.paper.experiment.methods import method
-from pathsgd.paper.experiment.problem import Problems, checksum
+from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
 from pathsgd.paper.experiment.record import Line, Recorded
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
 from pathsgd.paper.experiment.study import Cell, Study, carried_on
+from pathsgd.paper.experiment.training import architecture
 
 Datasets = dict[str, Dataset]
 
@@ -107,6 +108,11 @@ def search(study: Study, datasets: Datasets, place: Place, reporter: Reporter) -
     sums = {name: checksum(data) for name, data in datasets.items()}
     of = {cell: study.searches_of(cell, sums[cell.dataset]) for cell in study.cells()}
     runs = [run for own in of.values() for run in own]
+    for run in runs:
+        check_fits(datasets[run.dataset], run)
+        with torch.device("meta"):
+            data = datasets[run.dataset]
+            architecture(run.net, data.shape, run.hidden, data.classes)
     reporter.phase("search for step sizes", sum(run.epochs for run in runs))
     found = _execute_all(runs, datasets, place, reporter)
     again = {

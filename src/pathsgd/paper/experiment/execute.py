@@ -34,6 +34,7 @@ def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits
     folder = Folder(runs, run)
     found = folder.recorded()
     if found is not None and (not habits.keep_checkpoints or folder.checkpoint.exists()):
+        folder.tidy(habits.keep_checkpoints)
         return found
     torch.backends.cuda.matmul.allow_tf32 = run.tf32
     start = time.monotonic()

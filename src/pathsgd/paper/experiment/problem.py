@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.experiment.memory import bytes_of
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,29 @@ class Problem:
     evaluated_y: Tensor
 
 
+def check_fits(data: Dataset, run: Run) -> None:
+    """Whether a run has enough points, found out before any run is begun."""
+    left = len(data.train_y) - run.validation
+    if left <= 0:
+        raise PathError(
+            f"{run.dataset} has {len(data.train_y)} training points; {run.validation} cannot be kept out for "
+            "validation: --validation"
+        )
+    if run.batch > left:
+        raise PathError(
+            f"{run.dataset} has {left} points to train on, less than a batch of {run.batch}: --batch"
+        )
+
+
 def problem_of(data: Dataset, run: Run, device: torch.device) -> Problem:
+    check_fits(data, run)
     train_x, train_y = data.train()
     evaluated_x, evaluated_y = data.test()
     if run.validation:
-        if run.validation >= len(train_y):
-            raise PathError(
-                f"{run.dataset} has {len(train_y)} training points; {run.validation} cannot be kept out for "
-                "validation: --validation"
-            )
         order = torch.randperm(len(train_y), generator=torch.Generator().manual_seed(run.seed.split))
         kept, out = order[run.validation :], order[: run.validation]
         evaluated_x, evaluated_y = train_x[out], train_y[out]
         train_x, train_y = train_x[kept], train_y[kept]
-    if run.batch > len(train_y):
-        raise PathError(
-            f"{run.dataset} has {len(train_y)} points to train on, less than a batch of {run.batch}: --batch"
-        )
     if run.centre:
         mean = train_x.double().mean(0).float()
         train_x, evaluated_x = train_x - mean, evaluated_x - mean
@@ -78,17 +83,6 @@ def checksum(data: Dataset) -> str:
     """Of all its numbers."""
     digest = hashlib.sha256(repr((data.shape, data.classes)).encode())
     for tensor in (data.train_x, data.train_y, data.test_x, data.test_y):
-        for part in _bytes(tensor):
+        for part in bytes_of(tensor):
             digest.update(part)
     return digest.hexdigest()[:16]
-
-
-def _bytes(tensor: Tensor) -> Iterator[bytes]:
-    # Read from memory: numpy need not be there, and a storage would go through Python byte by byte.
-    whole = tensor.contiguous()
-    size, start = whole.numel() * whole.element_size(), whole.data_ptr()
-    for k in range(0, size, PIECE):
-        yield ctypes.string_at(start + k, min(PIECE, size - k))
-
-
-PIECE = 1 << 24

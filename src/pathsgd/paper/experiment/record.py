@@ -21,6 +21,7 @@ import torch
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.experiment.memory import bytes_of
 from pathsgd.paper.options import from_json
 
 Status = Literal["done", "diverged", "stopped"]
@@ -85,7 +86,8 @@ class Folder:
 
     def save(self, epoch: int, state: dict[str, Any]) -> None:
         content = io.BytesIO()
-        torch.save({"epoch": epoch, "state": state}, content)
+        seal = _seal(self.run, epoch, store.lines_of(self.metrics), state)
+        torch.save({"epoch": epoch, "state": state, "seal": seal}, content)
         store.write_whole(self.checkpoint, content.getvalue())
 
     def saved(self) -> tuple[dict[str, Any], list[Line]] | None:
@@ -95,25 +97,29 @@ class Folder:
         try:
             # weights_only: a file that was meddled with cannot run anything.
             found = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            epoch, state = found["epoch"], found["state"]
+            epoch, state = int(found["epoch"]), found["state"]
+            lines = store.lines_of(self.metrics)[: epoch + 1]
+            whole = len(lines) == epoch + 1 and found["seal"] == _seal(self.run, epoch, lines, state)
         except OSError:
             raise
         except Exception:
             return None  # begun anew, which comes to the same numbers
-        lines = store.lines_of(self.metrics)[: epoch + 1]
-        if len(lines) <= epoch or [line.get("epoch") for line in lines] != list(range(epoch + 1)):
-            return None
-        return state, lines
+        return (state, lines) if whole else None
 
     def end(self, status: Status, reason: str, seconds: float, keep_checkpoint: bool) -> None:
-        content = self.metrics.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
+        digest = _digest(self.metrics.read_bytes(), status, reason)
         store.write_json(
             self.result,
-            {"status": status, "reason": reason, "seconds": round(seconds, 3), "metrics": digest},
+            {"status": status, "reason": reason, "seconds": round(seconds, 3), "digest": digest},
         )
+        self.tidy(keep_checkpoint)
+
+    def tidy(self, keep_checkpoint: bool) -> None:
+        """Removes what a run that has ended does not need, and what a kill left half written."""
         if not keep_checkpoint:
             self.checkpoint.unlink(missing_ok=True)
+        for left in self.path.glob(".*.*"):
+            left.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Recorded:
@@ -124,6 +130,36 @@ def read(path: Path) -> Recorded:
     content = metrics.read_bytes() if metrics.exists() else b""
     if not isinstance(result, dict) or result.get("status") not in ("done", "diverged", "stopped"):
         raise PathError(f"{path / 'result.json'} is not the result of a run")
-    if result.get("metrics") != hashlib.sha256(content).hexdigest():
-        raise PathError(f"{metrics} was changed after the run had ended: delete {path} to run it again")
-    return Recorded(run, result["status"], store.lines_of(metrics), str(result.get("reason", "")))
+    status, reason = result["status"], str(result.get("reason", ""))
+    if result.get("digest") != _digest(content, status, reason) or run.name != path.name:
+        raise PathError(f"{path} was changed after the run had ended: delete it to run it again")
+    return Recorded(run, status, store.lines_of(metrics), reason)
+
+
+def _digest(metrics: bytes, status: str, reason: str) -> str:
+    return hashlib.sha256(metrics + f"{status}\n{reason}".encode()).hexdigest()
+
+
+def _seal(run: Run, epoch: int, lines: list[Line], state: Any) -> str:
+    """Of a checkpoint: whose it is, what it follows on, and every bit of it."""
+    digest = hashlib.sha256(f"{run.name} {epoch} ".encode())
+    digest.update(b"".join(map(store.line, lines[: epoch + 1])))
+    _add(digest, state)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        for part in bytes_of(value.detach().cpu()):
+            digest.update(part)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            digest.update(repr(key).encode())
+            _add(digest, one)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)}".encode())
+        for one in value:
+            _add(digest, one)
+    else:
+        digest.update(repr(value).encode())

@@ -103,7 +103,7 @@ class Results:
         study = from_json(Study, store.read_json(out / "study.json"), str(out / "study.json"))
         data = {
             name: from_json(DataInfo, info, str(out / "data.json"))
-            for name, info in store.read_json(out / "data.json").items()
+            for name, info in _object(out / "data.json").items()
         }
         if not (out / "choices.json").exists():
             raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
@@ -122,8 +122,15 @@ class Results:
             if cell.init == "balanced" and method(cell.method).invariant:
                 run = study.exact_of(cell, checksum, choice.step_size)
                 exact[cell] = _read(out / "runs" / run.name)
-        manifest = store.read_json(out / "manifest.json")
+        manifest = _object(out / "manifest.json")
         return cls(out, study, manifest, data, choices, finals, exact)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found = store.read_json(path)
+    if not isinstance(found, dict):
+        raise PathError(f"{path}: expected an object")
+    return found
 
 
 def _read(path: Path) -> Recorded:

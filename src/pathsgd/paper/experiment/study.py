@@ -50,7 +50,7 @@ class Study:
     early_stop: bool = option(
         True,
         "stop a search run whose validation error after a third of its epochs is not below 90% of guessing; "
-        "it is carried on if no other step size did better",
+        "it is carried on unless the best of the others is below half of guessing",
     )
     seed: int = option(0, "of everything: initial weights, split, order, dropout, rescaling")
 
@@ -68,7 +68,7 @@ class Study:
             raise PathError(f"Invalid number of repeats: {self.repeats}")
         if not self.validation:
             raise PathError("a study needs validation points to choose step sizes: --validation")
-        next(iter(self.searches(dict.fromkeys(self.datasets, ""))))  # a wrong number is found now, not later
+        list(self.searches(dict.fromkeys(self.datasets, "")))  # a wrong number is found now, not later
 
     def cells(self) -> list[Cell]:
         """Everything a step size is chosen for."""

@@ -57,7 +57,7 @@ def write_report(
     )
     head = HEAD.format(title=escaped(title), css=CSS)
     body = "\n".join([header, *shown.values()])
-    store.write_whole(path, f"{head}{body}\n</main>\n</body>\n</html>\n".encode())
+    store.write_whole(path, f"{head}{body}\n</main>\n</body>\n</html>\n".encode("utf-8", "backslashreplace"))
 
 
 def _lede(results: Results) -> str:
