@@ -309,8 +309,10 @@ def test_balance_of_residual_streams_with_large_gain(seed):
 
 
 @pytest.mark.parametrize("setting", ["conv", "rnn"])
-def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting):
+@pytest.mark.parametrize("old_setting", [False, True])
+def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting):
     """torch.export asks for one TF32 setting of cudnn; there may be two."""
+    torch._C._set_cudnn_allow_tf32(old_setting)
     own = getattr(torch.backends.cudnn, setting)
     before = own.fp32_precision
     own.fp32_precision = "ieee"
@@ -321,4 +323,5 @@ def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting):
         assert own.fp32_precision == "ieee"
     finally:
         own.fp32_precision = before
+        torch._C._set_cudnn_allow_tf32(True)
     assert all(info.normalised for info in graph.parameters.values())

@@ -206,17 +206,16 @@ def _one_precision() -> Iterator[None]:
     recurrent layers were given their own. Nothing is computed here, so any will do meanwhile."""
     own: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
     saved = [kind.fp32_precision for kind in own]
-    mixed = False
     try:
         torch._C._get_cudnn_allow_tf32()
     except RuntimeError:
-        mixed = True
         torch._C._set_cudnn_allow_tf32(True)
     try:
         yield
     finally:
-        if mixed:
-            for kind, value in zip(own, saved, strict=True):
+        # Export itself puts back the one setting, and with it what each kind had of its own.
+        for kind, value in zip(own, saved, strict=True):
+            if kind.fp32_precision != value:
                 kind.fp32_precision = value
 
 

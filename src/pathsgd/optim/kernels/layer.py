@@ -46,6 +46,10 @@ class LayerTensors:
         return self.weight.shape[1]
 
 
+Launch = Callable[[Sequence[LayerTensors]], None]
+"""Calls ``update``, ``sums`` and ``finish`` for all layers of a step."""
+
+
 class Implementation(Protocol):
     """Keeps the gammas of one chain on its device and updates its layers.
 
@@ -60,7 +64,7 @@ class Implementation(Protocol):
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
         """Takes gammas that were measured, in a frame of exponents (all 0 if none is given)."""
 
-    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+    def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
         """A whole step: ``launch(layers)``, which calls what follows, or something that comes to the same."""
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:

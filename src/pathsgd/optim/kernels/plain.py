@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pathsgd.geometry.range import safe_range
 from pathsgd.optim.kernels.frame import Frame, plain_frame
-from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.layer import Launch, LayerTensors
 from pathsgd.optim.kernels.rule import State, inverse_root, moved, powered
 
 BLOCK = 1 << 20
@@ -45,7 +45,7 @@ class Plain:
         self.out = {k: _times(root, frame.scale(k)) for k, root in enumerate(roots[count:])}
         self.bias = {k: _times(root, frame.bias_scale(k)) for k, root in enumerate(roots[count:])}
 
-    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+    def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
         launch(layers)
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:

@@ -8,7 +8,7 @@ Everything stays on the device, at fixed addresses, so a step can be captured in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ from pathsgd.optim.kernels.frame import Frame, plain_frame
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 from pathsgd.optim.kernels.gpu.layout import COLUMNS, layout_of
 from pathsgd.optim.kernels.gpu.recorded import Recorded
-from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.layer import Launch, LayerTensors
 from pathsgd.optim.kernels.rule import Rule
 
 WARPS = 4
@@ -74,7 +74,7 @@ class OnGpu:
             self.parts[vector.offset : vector.offset + vector.length].copy_(value)
         self.finish()
 
-    def run(self, layers: Sequence[LayerTensors], launch: Callable[[Sequence[LayerTensors]], None]) -> None:
+    def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
         if self._recorded is None:
             launch(layers)
         else:

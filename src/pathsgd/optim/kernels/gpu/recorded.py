@@ -14,10 +14,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from pathsgd.optim.kernels.layer import LayerTensors
+from pathsgd.optim.kernels.layer import Launch, LayerTensors
 from pathsgd.optim.kernels.rule import Rule
 
-Launch = Callable[[Sequence[LayerTensors]], None]
 KEPT = 8
 """Recorded steps at most. Gradients lie in one or two places by turns."""
 
