@@ -343,7 +343,7 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
         (["user_models:mlp", "--input-dtype", "int64"], ["1 --input-dtype for 0"]),
         (["user_models:mlp", "--batch-dim", "x"], ["Invalid --batch-dim"]),
         (["user_models:mlp", "--p", "0.5"], ["Invalid p: 0.5"]),
-        (["user_models:mlp", "--device", "abacus"], ["cannot be moved to --device abacus"]),
+        (["user_models:mlp", "--device", "abacus"], ["device 'abacus' cannot be used"]),
         (["user_models:mlp", "--weights", "missing.pt"], ["No such file", "missing.pt"]),
         (["user_models:mlp", "--weights", "user_models.py"], ["holds no state dict that can be read"]),
         (["user_models:mlp", "--weights", "code.pt"], ["without running code (UnpicklingError)"]),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 
+from pathsgd.paper.data.dataset import dimensionality
 from pathsgd.paper.evidence import last
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Choice, Results
-from pathsgd.paper.summary import Claim, Table
+from pathsgd.paper.summary import Claim, Table, aligned
 
 
 def tables(results: Results) -> list[Table]:
@@ -20,11 +20,8 @@ def data_table(results: Results) -> Table:
     """The paper's Table 1, from what was loaded."""
     rows = []
     for name, info in results.data.items():
-        shape = "x".join(map(str, info.shape))
-        rows.append(
-            [name.split("=")[0], f"{math.prod(info.shape)} ({shape})", str(info.classes), str(info.train),
-             str(info.test)]
-        )  # fmt: skip
+        sizes = (info.classes, info.train, info.test)
+        rows.append([name.split("=")[0], dimensionality(info.shape), *map(str, sizes)])
     return Table("Data sets", ["data set", "dimensionality", "classes", "training set", "test set"], rows)
 
 
@@ -80,10 +77,7 @@ def _losers(choice: Choice) -> str:
 
 def printed(table: Table) -> str:
     """For a terminal."""
-    columns = list(zip(table.head, *table.rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip()
-             for row in (table.head, *table.rows)]  # fmt: skip
+    lines = aligned([table.head, *table.rows], "<" * len(table.head))
     lines.insert(1, "-" * max(map(len, lines)))
     note = textwrap.wrap(table.note, 100)
     return "\n".join([table.title, "", *lines, *note])

@@ -48,3 +48,4 @@ class Logged:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+        self.reporter.close()

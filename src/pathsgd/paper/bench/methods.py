@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd import PathAdagrad, PathNormalized, PathSGD
+from pathsgd.paper.experiment.methods import MuonAndSGD
 
 LR = 1e-30
 """So small that no weight changes: a network that diverges would be timed as one of NaNs."""
@@ -41,19 +42,6 @@ class NaivePathSGD:
             layer.bias.sub_(LR * layer.bias.grad / m)
 
 
-class Muon:
-    """torch's Muon takes matrices only; the biases move by SGD."""
-
-    def __init__(self, model: nn.Module) -> None:
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() != 2]
-        self.parts = [torch.optim.Muon(matrices, LR), torch.optim.SGD(rest, LR, fused=True)]
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-
 def _only_linear(model: nn.Module) -> bool:
     return all(isinstance(m, (nn.Linear, nn.ReLU)) for m in model.modules() if not list(m.children()))
 
@@ -65,7 +53,7 @@ def _naive(model: nn.Module, x: Tensor) -> Steps | None:
 def _muon(model: nn.Module, x: Tensor) -> Steps | None:
     # On a CPU its orthogonalisation takes minutes for a layer of 4000.
     applies = hasattr(torch.optim, "Muon") and x.is_cuda and _only_linear(model)
-    return Muon(model) if applies else None
+    return MuonAndSGD(model, LR) if applies else None
 
 
 def _adagrad(model: nn.Module, x: Tensor) -> Steps:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pathsgd.errors import PathError
 from pathsgd.paper.bench.measure import Row
 from pathsgd.paper.bench.methods import BASELINE, METHODS, SWEPT
+from pathsgd.paper.extras import optional
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
@@ -16,12 +16,10 @@ STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PathError("a plot needs matplotlib: pip install 'pathsgd[paper]'") from error
     studies = [study for study in AXES if any(row.study == study for row in rows)]
-    figure = Figure(figsize=(11, 7.5 if studies else 4.2), layout="constrained")
+    figure = optional("matplotlib.figure", "drawing").Figure(
+        figsize=(11, 7.5 if studies else 4.2), layout="constrained"
+    )
     top, *bottom = figure.subfigures(2 if studies else 1, 1, squeeze=False)[:, 0]
     _networks(top.subplots(), [row for row in rows if row.study == "networks"])
     if studies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,22 @@ from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
 from pathsgd.paper.experiment.execute import Habits
 from pathsgd.paper.experiment.store import alone_in
+from pathsgd.paper.experiment.study import PRESETS, Study
 from pathsgd.paper.machine import check_memory, device_of, share_out, weights_of
+from pathsgd.paper.options import add_options, given, merged
 from pathsgd.paper.progress import Progress
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="small", help="what the options change (default: small)"
+    )
+    group = parser.add_argument_group("the study", "the defaults shown are those of --preset small")
+    add_options(group, Study, **dataclasses.asdict(PRESETS["small"]))
+
+
+def study_of(options: argparse.Namespace) -> Study:
+    return merged(PRESETS[options.preset], given(options, Study))
 
 
 def add_place(parser: argparse.ArgumentParser, out: str) -> None:
@@ -59,23 +74,24 @@ def place_of(
 
 def _is_memory(text: str) -> bool:
     """A CPU that has none left says so in a plain RuntimeError."""
-    return any(part in text for part in ("memory", "Storage size calculation overflowed", "too large"))
+    return any(
+        part in text for part in ("allocate memory", "not enough memory", "size calculation overflowed")
+    )
 
 
 @contextmanager
 def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
     """Inside, the only process at work in the folder, with progress on the terminal."""
-    progress = Progress(options.quiet)
-    reporter: Reporter = progress
+    reporter: Reporter = Progress(options.quiet)
     with alone_in(out):
         if options.tensorboard:
             from pathsgd.paper.tensorboard import Logged
 
-            reporter = Logged(progress, out / "tensorboard")
+            reporter = Logged(reporter, out / "tensorboard")
         try:
             yield reporter
         except KeyboardInterrupt:
-            progress.close()
+            reporter.close()
             print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
             raise
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -84,6 +100,4 @@ def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
                 raise
             raise PathError(f"out of memory: {text}; try smaller --hidden, or --lanes 1") from None
         finally:
-            progress.close()
-            if reporter is not progress:
-                reporter.close()  # type: ignore[attr-defined]
+            reporter.close()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from pathsgd.paper import cost
-from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
+from pathsgd.paper.commands.common import add_place, add_study, loaded, place_of, reporting, study_of
 from pathsgd.paper.commands.figures import conclude
 from pathsgd.paper.experiment.conduct import conduct
-from pathsgd.paper.experiment.study import PRESETS, Study
-from pathsgd.paper.options import add_options, given, merged
 
 HELP = "the paper's whole study: small by default, or at full size"
 DESCRIPTION = """\
@@ -36,16 +33,12 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--preset", choices=list(PRESETS), default="small", help="what the options change (default: small)"
-    )
-    group = parser.add_argument_group("the study", "the defaults shown are those of --preset small")
-    add_options(group, Study, **dataclasses.asdict(PRESETS["small"]))
+    add_study(parser)
     add_place(parser, "pathsgd-PRESET")
 
 
 def run(options: argparse.Namespace) -> int:
-    study = merged(PRESETS[options.preset], given(options, Study))
+    study = study_of(options)
     out = options.out or Path(f"pathsgd-{options.preset}")
     datasets = loaded(study.datasets, options)
     place = place_of(options, datasets, study.hidden, study.methods, out)

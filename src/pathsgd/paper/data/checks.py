@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from torch import Tensor
 
@@ -18,15 +17,6 @@ MOST_EXAMPLES = 1_000_000
 
 CHUNK = 1 << 20
 RENEW = "delete it to have it downloaded again, or put the original there"
-
-
-def optional(module: str, purpose: str) -> Any:
-    """A module of the extra `paper`, imported when something needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise PathError(f"{purpose} needs {name}: pip install 'pathsgd[paper]'") from error
 
 
 def one_line(error: BaseException) -> str:

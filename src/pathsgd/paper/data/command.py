@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import Dataset
+from pathsgd.paper.data.dataset import Dataset, dimensionality
 from pathsgd.paper.data.find import find
 from pathsgd.paper.data.load import absent, default_data_dir, load
 from pathsgd.paper.data.sources import SOURCES
+from pathsgd.paper.summary import aligned
 
 HELP = "get the data sets of the paper, check them and print its Table 1"
 DESCRIPTION = """\
@@ -47,7 +48,6 @@ The exit code is 1 if a data set cannot be loaded.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets, as listed above")
     parser.add_argument(
@@ -94,7 +94,7 @@ def row(data: Dataset) -> dict[str, Any]:
     return {
         "name": data.name,
         "title": SOURCES[data.name].title if data.name in SOURCES else data.name,
-        "dimensionality": dimensionality(data.shape, data.features),
+        "dimensionality": dimensionality(data.shape),
         "features": data.features,
         "shape": list(data.shape),
         "classes": data.classes,
@@ -103,34 +103,10 @@ def row(data: Dataset) -> dict[str, Any]:
     }
 
 
-def dimensionality(shape: tuple[int, ...], features: int) -> str:
-    """As in the paper's table.
-
-    >>> dimensionality((3, 32, 32), 3072), dimensionality((1, 28, 28), 784), dimensionality((90,), 90)
-    ('3072 (32x32 colour)', '784 (28x28 grey)', '90')
-    """
-    if len(shape) != 3:
-        return str(features)
-    channels, height, width = shape
-    kind = {1: "grey", 3: "colour"}.get(channels, f"{channels} channels")
-    return f"{features} ({height}x{width} {kind})"
-
-
 def table(rows: list[dict[str, Any]]) -> list[str]:
+    keys = ("title", "dimensionality", "classes", "train", "test")
     head = ("data set", "dimensionality", "classes", "training set", "test set")
-    lines = [
-        head,
-        *(
-            tuple(str(r[key]) for key in ("title", "dimensionality", "classes", "train", "test"))
-            for r in rows
-        ),
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    aligned = ("<", "<", ">", ">", ">")
-    return [
-        "  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(line, aligned, widths, strict=True))
-        for line in lines
-    ]
+    return aligned([head, *(tuple(str(r[key]) for key in keys) for r in rows)], "<<>>>")
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

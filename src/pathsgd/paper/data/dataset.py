@@ -70,3 +70,17 @@ class Dataset:
     def test(self) -> Split:
         """All test inputs, scaled, and their labels."""
         return self.scaled(self.test_x), self.test_y
+
+
+def dimensionality(shape: tuple[int, ...]) -> str:
+    """As in the paper's table.
+
+    >>> dimensionality((3, 32, 32)), dimensionality((1, 28, 28)), dimensionality((90,))
+    ('3072 (32x32 colour)', '784 (28x28 grey)', '90')
+    """
+    features = math.prod(shape)
+    if len(shape) != 3:
+        return str(features)
+    channels, height, width = shape
+    kind = {1: "grey", 3: "colour"}.get(channels, f"{channels} channels")
+    return f"{features} ({height}x{width} {kind})"

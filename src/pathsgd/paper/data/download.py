@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import CHUNK, one_line, optional, reading
+from pathsgd.paper.data.checks import CHUNK, one_line, reading
 from pathsgd.paper.data.sources import Remote
+from pathsgd.paper.extras import optional
 
 ATTEMPTS = 4
 PAUSE = 1.0

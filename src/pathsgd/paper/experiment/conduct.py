@@ -25,7 +25,7 @@ from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
 from pathsgd.paper.experiment.record import Line, Recorded
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
-from pathsgd.paper.experiment.study import Cell, Study, carried_on
+from pathsgd.paper.experiment.study import Study, carried_on
 from pathsgd.paper.experiment.training import architecture
 
 Datasets = dict[str, Dataset]
@@ -42,6 +42,8 @@ class Reporter(Protocol):
     def ended(self, run: Recorded) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Place:
 def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) -> Results:
     """Everything a study asks for, recorded in ``place.out``."""
     infos = record_head(study, datasets, place)
-    choices = search(study, datasets, place, reporter)
+    choices = search(study, datasets, infos, place, reporter)
     finals = [
         run for choice in choices for run in final_runs(study, choice, infos[choice.cell.dataset].checksum)
     ]
@@ -74,7 +76,12 @@ def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) 
 
 
 def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, DataInfo]:
-    """Writes down what is about to be done, with what."""
+    """Writes down what is about to be done, with what, if it can be done."""
+    for run in study.searches(dict.fromkeys(datasets, "")):
+        check_fits(datasets[run.dataset], run)
+    with torch.device("meta"):
+        for data in datasets.values():
+            architecture(study.net, data.shape, study.hidden, data.classes)
     infos = {name: info_of(data) for name, data in datasets.items()}
     head = {
         "study.json": dataclasses.asdict(study),
@@ -103,25 +110,23 @@ def info_of(data: Dataset) -> DataInfo:
     return DataInfo(checksum(data), data.shape, data.classes, len(data.train_y), len(data.test_y))
 
 
-def search(study: Study, datasets: Datasets, place: Place, reporter: Reporter) -> list[Choice]:
+def search(
+    study: Study, datasets: Datasets, infos: dict[str, DataInfo], place: Place, reporter: Reporter
+) -> list[Choice]:
     """A step size for every cell."""
-    sums = {name: checksum(data) for name, data in datasets.items()}
-    of = {cell: study.searches_of(cell, sums[cell.dataset]) for cell in study.cells()}
+    of = {cell: study.searches_of(cell, infos[cell.dataset].checksum) for cell in study.cells()}
     runs = [run for own in of.values() for run in own]
-    for run in runs:
-        check_fits(datasets[run.dataset], run)
-        with torch.device("meta"):
-            data = datasets[run.dataset]
-            architecture(run.net, data.shape, run.hidden, data.classes)
     reporter.phase("search for step sizes", sum(run.epochs for run in runs))
     found = _execute_all(runs, datasets, place, reporter)
     again = {
-        cell: carried_on([r.run for r in to_carry_on([found[run] for run in own], _classes(datasets, cell))])
+        cell: carried_on(
+            [r.run for r in to_carry_on([found[run] for run in own], infos[cell.dataset].classes)]
+        )
         for cell, own in of.items()
     }
     runs = [run for own in again.values() for run in own]
     if runs:
-        reporter.say(f"{len(runs)} runs that were stopped are carried on: nothing did better")
+        reporter.say(f"{len(runs)} runs that were stopped are carried on: nothing is clearly ahead")
         reporter.phase("stopped runs carried on", sum(run.epochs for run in runs))
         found |= _execute_all(runs, datasets, place, reporter)
     choices = []
@@ -143,10 +148,6 @@ def final_runs(study: Study, choice: Choice, data: str) -> list[Run]:
     if choice.cell.init == "balanced" and method(choice.cell.method).invariant:
         runs.append(study.exact_of(choice.cell, data, choice.step_size))
     return runs
-
-
-def _classes(datasets: Datasets, cell: Cell) -> int:
-    return datasets[cell.dataset].classes
 
 
 def _tried(run: Recorded) -> Tried:

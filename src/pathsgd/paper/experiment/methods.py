@@ -27,7 +27,7 @@ class MuonAndSGD:
         rest = [p for p in model.parameters() if p.dim() != 2]
         self.parts: list[Optimizer] = [torch.optim.Muon(matrices, lr)]
         if rest:
-            self.parts.append(torch.optim.SGD(rest, lr))
+            self.parts.append(torch.optim.SGD(rest, lr, fused=True))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

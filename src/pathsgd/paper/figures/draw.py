@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.results import Results
+from pathsgd.paper.extras import optional
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import draw_figure1
 from pathsgd.paper.figures.learning import draw_learning
@@ -20,10 +20,7 @@ DPI = 150
 def draw_all(results: Results, folder: Path) -> list[Path]:
     """Writes ``figure1`` to ``figure5`` and says where. What was not run has no figure: a study without
     dropout has no 3 and 5, one that only has dropout no 2 and 4."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PathError("figures need matplotlib: pip install 'pathsgd[paper]'") from error
+    matplotlib = optional("matplotlib", "drawing")
     epochs = results.study.epochs
     part = first_part(epochs)
     written = []

@@ -20,6 +20,7 @@ from pathsgd.paper.inspect.measure import measure
 from pathsgd.paper.inspect.show import as_json, text
 from pathsgd.paper.inspect.target import Target
 from pathsgd.paper.inspect.weights import load_weights, save_balanced
+from pathsgd.paper.machine import device_of
 
 HELP = "your own model as the library sees it: its paths, their norm, its balance"
 DESCRIPTION = """\
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         if options.weights is not None:
             load_weights(model, options.weights)
         if options.device is not None:
-            model = _moved(model, options.device)
+            model = model.to(device_of(options.device))
         example = tuple(_inputs(model, shapes, options.input_dtype)) or None
         graph = _traced(model, example, batch_dim)
     if not options.json:
@@ -185,11 +186,3 @@ def _dtype(name: str) -> torch.dtype:
             f"Invalid --input-dtype: {name!r} (expected float32, int64, or another dtype of torch)"
         )
     return found
-
-
-def _moved(model: nn.Module, device: str) -> nn.Module:
-    try:
-        return model.to(torch.device(device))
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise PathError(f"the model cannot be moved to --device {device}: {reason}") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.paper.inspect.measure import Layer, Measures, Spread
+from pathsgd.paper.summary import aligned
 
 LEGEND = """\
 norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
@@ -37,7 +38,7 @@ def _network(measures: Measures) -> list[str]:
     )
     if measures.ratio is not None:
         rows.append(("ratio", f"{measures.ratio:.6g}", "1 where no rescaling makes mu smaller"))
-    return _aligned(rows, "<<<")
+    return aligned(rows, "<<<")
 
 
 def _layers(layers: Sequence[Layer]) -> list[str]:
@@ -55,7 +56,7 @@ def _layers(layers: Sequence[Layer]) -> list[str]:
         rows.append((_title(layer), region, units, *norm, *imbalance))
     if not several:
         rows = [(row[0], *row[2:]) for row in rows]  # type: ignore[misc]
-    lines = _aligned(rows, "<" + ">" * (len(rows[0]) - 1))
+    lines = aligned(rows, "<" + ">" * (len(rows[0]) - 1))
     lines.insert(1, "-" * max(map(len, lines)))
     return [*lines, "", LEGEND]
 
@@ -77,16 +78,6 @@ def _cells(spread: Spread | None, shown: Any) -> tuple[str, str, str]:
     if spread is None:
         return "-", "-", "-"
     return shown(spread.smallest), shown(spread.median), shown(spread.largest)
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(sides))]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _title(layer: Layer) -> str:
