@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import problem_of
+from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Training
 
 
@@ -42,26 +44,17 @@ def epochs(training: Training, count: int) -> list[float]:
 
 def lanes_together(runs: list[Run], problem, device) -> float:
     """Seconds for an epoch of all of these, each in a stream of its own."""
+    ready = threading.Barrier(len(runs))
 
-    def prepared(run):
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            training = Training(run, problem)
+    def work(run):
+        with own_streams(device) as recording:
+            training = Training(run, problem, recording)
             training.epoch()
-        return stream, training
+            ready.wait()
+            return epochs(training, 4)
 
-    ready = [prepared(run) for run in runs]
-
-    def work(pair):
-        with torch.cuda.stream(pair[0]):
-            epochs(pair[1], 3)
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
     with ThreadPoolExecutor(len(runs)) as pool:
-        list(pool.map(work, ready))
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / 3
+        return statistics.median(seconds for times in pool.map(work, runs) for seconds in times)
 
 
 def main() -> None:

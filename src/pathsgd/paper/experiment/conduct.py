@@ -171,17 +171,11 @@ def _execute_all(
         reporter.ended(ended)
         return ended
 
-    def aside(run: Run) -> Recorded:
-        if place.device.type != "cuda":
-            return one(run)
-        with torch.cuda.stream(torch.cuda.Stream(place.device)):
-            return one(run)
-
     if place.lanes == 1:
         return {run: one(run) for run in runs}
     # Several runs share the machine: one alone leaves part of it idle.
     with ThreadPoolExecutor(place.lanes) as pool:
-        waiting = [pool.submit(aside, run) for run in runs]
+        waiting = [pool.submit(one, run) for run in runs]
         try:
             return {run: future.result() for run, future in zip(runs, waiting, strict=True)}
         except BaseException:

@@ -13,6 +13,7 @@ import torch
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.experiment.record import Folder, Line, Recorded, Status
+from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Measured, Training
 
 HOPELESS = 0.9
@@ -37,8 +38,19 @@ def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits
         folder.tidy(habits.keep_checkpoints)
         return found
     torch.backends.cuda.matmul.allow_tf32 = run.tf32
-    start = time.monotonic()
-    training = Training(run, problem)
+    with own_streams(problem.train_x.device) as recording:
+        start = time.monotonic()
+        training = Training(run, problem, recording)
+        status, reason = _carried_through(training, folder, watch, habits)
+        folder.end(status, reason, time.monotonic() - start, habits.keep_checkpoints)
+    ended = folder.recorded()
+    assert ended is not None
+    return ended
+
+
+def _carried_through(training: Training, folder: Folder, watch: Watch, habits: Habits) -> tuple[Status, str]:
+    """Epoch by epoch to the end: how it ended, and why."""
+    run, problem = training.run, training.problem
     saved = folder.saved()
     lines: list[Line] = []
     if saved is None:
@@ -65,10 +77,7 @@ def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits
         if due or (status is not None and habits.keep_checkpoints):
             folder.save(len(lines) - 1, training.state_dict())
             checkpointed = time.monotonic()
-    folder.end(status, reason, time.monotonic() - start, habits.keep_checkpoints)
-    ended = folder.recorded()
-    assert ended is not None
-    return ended
+    return status, reason
 
 
 def _evaluated(training: Training) -> Measured:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,9 @@ def _measured(outputs: Tensor, y: Tensor) -> Measured:
 class Training:
     """A network, its optimizer, and where its random numbers stand."""
 
-    def __init__(self, run: Run, problem: Problem) -> None:
-        self.run, self.problem = run, problem
+    def __init__(self, run: Run, problem: Problem, recording: torch.cuda.Stream | None = None) -> None:
+        """On a GPU steps are recorded on the stream ``recording``, which no run at the same time may use."""
+        self.run, self.problem, self.recording = run, problem, recording
         self.device = problem.train_x.device
         self.model, graph = network_of(run, problem)
         self.model.to(self.device)
@@ -119,7 +121,7 @@ class Training:
     def _forward(self, x: Tensor) -> Tensor:
         kept = 1 - self.run.dropout
         for layer in self.model:
-            x = layer(x)
+            x = _product(layer, x) if isinstance(layer, nn.Linear) and x.is_cuda else layer(x)
             if kept < 1 and isinstance(layer, nn.ReLU):
                 x = x * torch.empty_like(x).bernoulli_(kept, generator=self.drops).div_(kept)
         return x
@@ -150,51 +152,61 @@ class Training:
         self._captured.epoch(points)
 
 
+def _product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer on a few points on a GPU.
+
+    The layer itself leaves its bias to cuBLAS, which for a batch of a hundred then takes a product that is
+    nearly half as fast: 165 us instead of 98 for 4000 by 4000 on an H200, and an epoch of 0.39 s.
+    """
+    return x @ layer.weight.t() + layer.bias
+
+
 class _CapturedStep:
     """A training's step as one CUDA graph."""
 
     def __init__(self, training: Training) -> None:
-        self.training = training
         device, batch = training.device, training.run.batch
+        self.steps = training.steps
         self.points = torch.zeros(len(training.outputs), dtype=torch.int64, device=device)
         self.begin = torch.arange(batch, device=device)
         self.places = self.begin.clone()
-        self._warm_up()
+
+        def step() -> None:
+            training.step(self.points[self.places], self.places)
+            self.places += batch
+
+        stream = training.recording or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            _warm_up(training, step, lambda: self.places.copy_(self.begin))
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(training.drops)
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self._step()
-
-    def _step(self) -> None:
-        self.training.step(self.points[self.places], self.places)
-        self.places += self.training.run.batch
-
-    def _warm_up(self) -> None:
-        """A few steps that move nothing: what they leave in the optimizer's state is put back."""
-        training = self.training
-        groups = training.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        drops = training.drops.get_state()
-        before = _copied(training.optimizer)
-        stream = torch.cuda.Stream(training.device)
-        stream.wait_stream(torch.cuda.current_stream(training.device))
-        with torch.cuda.stream(stream):
-            for group in groups:
-                group["lr"] = 0.0
-            for _ in range(4):
-                self.places.copy_(self.begin)
-                self._step()
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-        torch.cuda.current_stream(training.device).wait_stream(stream)
-        _put_back(training.optimizer, before)
-        training.drops.set_state(drops)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            step()
 
     def epoch(self, points: Tensor) -> None:
         self.points.copy_(points)
         self.places.copy_(self.begin)
-        for _ in range(self.training.steps):
+        for _ in range(self.steps):
             self.graph.replay()
+
+
+def _warm_up(training: Training, step: Callable[[], None], rewind: Callable[[], object]) -> None:
+    """A few steps that move nothing: what they leave in the optimizer's state is put back."""
+    groups = training.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    drops = training.drops.get_state()
+    before = _copied(training.optimizer)
+    for group in groups:
+        group["lr"] = 0.0
+    for _ in range(4):
+        rewind()
+        step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    _put_back(training.optimizer, before)
+    training.drops.set_state(drops)
 
 
 def _copied(optimizer: Any) -> dict[Any, dict[str, Any]]:
