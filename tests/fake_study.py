@@ -51,6 +51,6 @@ def fake_study(out, diverged=None, unchosen=(), **options):
             folder.end("diverged" if end else "done", reason, 1.0, False)
     store.write_json(out / "study.json", dataclasses.asdict(study))
     store.write_json(out / "data.json", dict.fromkeys(study.datasets, dataclasses.asdict(info)))
-    store.write_json(out / "manifest.json", manifest)
+    store.write_json(out / "manifest.json", [manifest])
     store.write_json(out / "choices.json", [choice.to_json() for choice in choices])
     return Results.load(out)

@@ -16,6 +16,7 @@ from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run, Seeds
 from pathsgd.paper.experiment.execute import Habits, execute
+from pathsgd.paper.experiment.manifest import note, read
 from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Recorded
@@ -68,6 +69,27 @@ def test_an_interrupted_run_ends_with_the_same_bits(problem, tmp_path, method, d
     assert found.lines == expected.lines
     whole, cut = (Folder(tmp_path / name, config).metrics.read_bytes() for name in ("whole", "cut"))
     assert whole == cut
+
+
+def test_every_way_runs_were_trained_is_noted_once(tmp_path, monkeypatch):
+    path = tmp_path / "manifest.json"
+    for _ in range(2):
+        note(path, CPU)
+    assert len(read(path)) == 1
+    monkeypatch.setattr("pathsgd.paper.experiment.manifest._revision", lambda: "another")
+    note(path, CPU)
+    assert [one["revision"] == "another" for one in read(path)] == [False, True]
+    path.write_text('{"revision": null}')
+    with pytest.raises(PathError, match="expected a list"):
+        note(path, CPU)
+
+
+def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
+    monkeypatch.setattr("pathsgd.paper.machine._memory", lambda device: 80e9)
+    gpu = torch.device("cuda")
+    assert share_out(gpu, 30_000_000, None, ["sgd"]) == 3
+    assert share_out(gpu, 3_000_000_000, None, ["sgd"]) == 1
+    assert share_out(gpu, 3_000_000_000, 2, ["sgd"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # on CPUs without bf16

@@ -50,7 +50,7 @@ def test_the_study(study, capsys):
     assert "equal bit for bit" in judged[1]["evidence"][0]
     assert judged[3]["verdict"] == judged[5]["verdict"] == "not tested"  # without AdaGrad and dropout
     assert (study / "report.html").stat().st_size > 50_000
-    manifest = json.loads((study / "manifest.json").read_text())
+    (manifest,) = json.loads((study / "manifest.json").read_text())
     assert set(manifest) >= {"revision", "python", "packages", "device"}
     # Twice: nothing is trained again. And the same pictures from the numbers alone.
     before = files(study, "*.jsonl", "*.svg", "*.png", "report.html")

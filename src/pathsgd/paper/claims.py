@@ -6,10 +6,10 @@ What "considerably", "faster" and "about" mean is fixed here, for all data sets 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pathsgd.paper.cost import Cost
-from pathsgd.paper.evidence import Race, Spread, finals, last, race
+from pathsgd.paper.evidence import Race, Spread, finals, last, late, race
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.experiment.study import Cell
@@ -18,7 +18,11 @@ from pathsgd.paper.summary import Claim, Verdict
 
 PATH, RIVALS = "path-sgd", ("sgd", "adagrad")
 CLOSE = 0.005
-"""Test errors of runs that only rounding tells apart."""
+"""Test errors, means over the last third of the epochs, of runs that only rounding tells apart.
+
+With large steps rounding is soon amplified to the size of a run's own wobble: on CIFAR-100 the errors after
+the last epoch are 0.7 points apart, where two epochs of one run are 0.5 apart, and the means 0.2.
+"""
 HURT, HURT_LOSS = 1.25, 2.0
 """How many times the test error, or the training loss, of the balanced start is a considerable harm."""
 ABOUT = 1.04
@@ -52,6 +56,11 @@ def _not_run(results: Results, names: Sequence[str], inits: Sequence[str] = ("ba
     ]
 
 
+def _counted(text: str, holds: bool) -> str:
+    """Evidence; what speaks against a claim is marked."""
+    return text if holds else f"AGAINST: {text}"
+
+
 def _said(missing: Sequence[str]) -> list[str]:
     return [f"not run: {', '.join(missing)}"] if missing else []
 
@@ -66,23 +75,26 @@ def _same_curves(results: Results) -> Claim:
         own = results.finals[cell]
         other = results.finals.get(Cell(cell.dataset, cell.dropout, "unbalanced", cell.method), [])
         same = exact.lines == own[0].lines
-        counts = cell.method == PATH  # others are told of, but the claim is about this one
-        holds += [same] * counts
+        agree = [same]
         text = f"{_where(cell.dataset, cell.dropout)}, {method(cell.method).label}: "
         text += f"scales that are powers of two: {'equal bit for bit' if same else 'NOT equal'}"
         if other:
-            errors = last(own, "test_error"), last(other, "test_error")
-            holds += [abs(errors[0].mean - errors[1].mean) <= CLOSE] * counts
+            errors = late(own, "test_error"), late(other, "test_error")
+            ends = last(own, "test_error"), last(other, "test_error")
+            agree.append(abs(errors[0].mean - errors[1].mean) <= CLOSE)
             gap = max(
                 abs(a - b)
                 for x, y in zip(own, other, strict=True)
                 for a, b in zip(x.curve("train_loss"), y.curve("train_loss"), strict=False)
             )
             text += (
-                f"; log-normal scales: test error {errors[0].percent()} balanced, {errors[1].percent()} "
-                f"unbalanced, training losses apart by {gap:.1e} at most"
+                f"; log-normal scales: test error over the last third of the epochs {errors[0].percent()} "
+                f"balanced, {errors[1].percent()} unbalanced (after the last {ends[0].percent()}, "
+                f"{ends[1].percent()}), training losses apart by {gap:.1e} at most"
             )
-        evidence.append(text)
+        counts = cell.method == PATH  # others are told of, but the claim is about this one
+        holds += agree * counts
+        evidence.append(_counted(text, all(agree) or not counts))
     missing = _not_run(results, [PATH], ["balanced", "unbalanced"])
     text = "Path-SGD started balanced and unbalanced gives the same curves."
     return Claim(1, text, _verdict(holds, missing), evidence + _said(missing))
@@ -98,13 +110,15 @@ def _unbalance_hurts(results: Results) -> Claim:
                     continue
                 errors = [last(results.finals[cell], "test_error") for cell in cells]
                 losses = [last(results.finals[cell], "train_loss") for cell in cells]
-                if not math.isnan(errors[0].mean):  # else there is nothing to hurt
-                    holds.append(_worse(errors, HURT) or _worse(losses, HURT_LOSS))
-                evidence.append(
+                hurt = _worse(errors, HURT) or _worse(losses, HURT_LOSS)
+                counts = not math.isnan(errors[0].mean)  # else there is nothing to hurt
+                holds += [hurt] * counts
+                text = (
                     f"{_where(dataset, dropout)}, {method(name).label}: test error {errors[0].percent()} "
                     f"balanced, {errors[1].percent()} unbalanced; training loss {losses[0].plain()} and "
                     f"{losses[1].plain()}"
                 )
+                evidence.append(_counted(text, hurt or not counts))
     text = "Unbalanced initialisation hurts SGD and AdaGrad considerably"
     text += f" ({HURT:g} times the test error or {HURT_LOSS:g} times the training loss, or more)."
     missing = _not_run(results, RIVALS, ["balanced", "unbalanced"])
@@ -161,32 +175,37 @@ def _faster(results: Results) -> Claim:
         3,
         "Balanced, without dropout: Path-SGD reaches a training loss in fewer epochs than SGD and AdaGrad.",
         _verdict([_is_faster(own) for own, _ in found.values()]),
-        [f"{_where(name, 0.0)}: {_epochs(own)}" for name, (own, _) in found.items()]
+        [
+            _counted(f"{_where(name, 0.0)}: {_epochs(own)}", _is_faster(own))
+            for name, (own, _) in found.items()
+        ]
         + _said(_missing(results, dropout=False)),
     )
 
 
 def _generalises(results: Results) -> Claim:
-    found = _compared(results, 0.0)
-    expected: dict[str, Callable[[dict[str, Spread]], bool]] = {
-        "cifar100": lambda errors: errors["sgd"].mean < errors[PATH].mean
-    }
-    return Claim(
-        4,
-        "Its final test error is lower, except on CIFAR-100, where SGD's is slightly lower.",
-        _verdict([expected.get(name, _is_better)(errors) for name, (_, errors) in found.items()]),
-        [f"{_where(name, 0.0)}: {_errors(errors)}" for name, (_, errors) in found.items()]
-        + _said(_missing(results, dropout=False)),
-    )
+    holds, evidence = [], []
+    for name, (_, errors) in _compared(results, 0.0).items():
+        text = f"{_where(name, 0.0)}: {_errors(errors)}"
+        if name == "cifar100":
+            holds.append(errors["sgd"].mean < errors[PATH].mean)
+            text += "" if holds[-1] else "; in the paper SGD's is the lower here"
+        else:
+            holds.append(_is_better(errors))
+        evidence.append(_counted(text, holds[-1]))
+    text = "Its final test error is lower, except on CIFAR-100, where SGD's is slightly lower."
+    return Claim(4, text, _verdict(holds), evidence + _said(_missing(results, dropout=False)))
 
 
 def _with_dropout(results: Results) -> Claim:
     holds, evidence = [], []
     for dropout in (d for d in results.study.dropouts if d):
         for name, (own, errors) in _compared(results, dropout).items():
-            if name != "mnist":
-                holds.append(_is_faster(own) and _is_better(errors))
-            evidence.append(f"{_where(name, dropout)}: {_epochs(own)}; {_errors(errors)}")
+            good = _is_faster(own) and _is_better(errors)
+            counts = name != "mnist"
+            holds += [good] * counts
+            text = f"{_where(name, dropout)}: {_epochs(own)}; {_errors(errors)}"
+            evidence.append(_counted(text, good or not counts))
     text = "With dropout, except on MNIST, it converges faster and generalises better."
     return Claim(5, text, _verdict(holds), evidence + _said(_missing(results, dropout=True)))
 
@@ -199,28 +218,30 @@ def _missing(results: Results, dropout: bool) -> list[str]:
 
 
 def _figure_one(results: Results) -> Claim:
-    burst, poor = explosion(), poor_updates()
-    holds = [burst.exploded, poor.sgd_gap > 1, poor.path_gap < 1e-12]
-    evidence = [
-        f"(b) {burst}",
-        f"(c) outputs of two equivalent networks after one step: apart by {poor.sgd_gap:.3g} with SGD, by "
-        f"{poor.path_gap:.1g} with Path-SGD",
-    ]
+    holds, evidence = [], []
     for dataset in results.study.datasets:
         cells = [Cell(dataset, 0.0, init, "sgd") for init in ("balanced", "unbalanced")]
         if all(cell in results.finals for cell in cells):
             losses = [last(results.finals[cell], "train_loss") for cell in cells]
-            if not math.isnan(losses[0].mean):
-                holds.append(_worse(losses, 1.0))
-            evidence.insert(
-                0,
+            worse, counts = _worse(losses, 1.0), not math.isnan(losses[0].mean)
+            holds += [worse] * counts
+            text = (
                 f"(a) {_where(dataset, 0.0)}: SGD ends at a training loss of {losses[0].plain()} balanced, "
-                f"{losses[1].plain()} unbalanced",
+                f"{losses[1].plain()} unbalanced"
             )
+            evidence.append(_counted(text, worse or not counts))
+    burst, poor = explosion(), poor_updates()
+    holds += [burst.exploded, poor.sgd_gap > 1 and poor.path_gap < 1e-12]
+    text = (
+        f"(c) outputs of two equivalent networks after one step: apart by {poor.sgd_gap:.3g} with SGD, by "
+        f"{poor.path_gap:.1g} with Path-SGD"
+    )
+    evidence += [_counted(f"(b) {burst}", holds[-2]), _counted(text, holds[-1])]
     text = (
         "Figure 1: SGD fails on unbalanced networks: (a) in training, (b) by explosion, (c) by poor updates."
     )
     missing = _not_run(results, ["sgd"], ["balanced", "unbalanced"])
+    missing += [] if 0.0 in results.study.dropouts else ["without dropout"]
     return Claim(6, text, _verdict(holds, missing), evidence + _said(missing))
 
 

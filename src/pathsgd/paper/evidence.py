@@ -47,6 +47,18 @@ def last(runs: Sequence[Recorded], name: str) -> Spread:
     return spread([run.curve(name)[-1] if run.status == "done" else math.nan for run in runs])
 
 
+def late(runs: Sequence[Recorded], name: str) -> Spread:
+    """The mean over the last third of the epochs: the test error of one run wobbles from epoch to epoch."""
+    return spread(
+        [
+            statistics.fmean(run.curve(name)[-math.ceil(run.run.epochs / 3) :])
+            if run.status == "done"
+            else math.nan
+            for run in runs
+        ]
+    )
+
+
 def mean_curve(runs: Sequence[Recorded], name: str) -> list[float]:
     """Epoch by epoch, as far as all of them went."""
     curves = [run.curve(name) for run in runs]

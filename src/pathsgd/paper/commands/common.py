@@ -47,7 +47,7 @@ def add_place(parser: argparse.ArgumentParser, out: str) -> None:
     )
     group.add_argument(
         "--lanes", type=int, metavar="N",
-        help="runs at a time (default: one; for small networks on a CPU one per core, at most 4)",
+        help="runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)",
     )  # fmt: skip
     group.add_argument(
         "--checkpoint-seconds", type=float, default=30.0, metavar="S",

@@ -11,7 +11,7 @@ from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import execute
-from pathsgd.paper.experiment.manifest import manifest
+from pathsgd.paper.experiment.manifest import note
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Line
@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         before = Folder(place.runs, config).recorded()
         ended = execute(config, problem, place.runs, watch, place.habits)
         reporter.ended(ended)
-        store.write_json(place.runs / config.name / "manifest.json", manifest(place.device))
+        if before != ended:
+            note(place.runs / config.name / "manifest.json", place.device)
     print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {described(ended.lines[-1])}")
     print(f"{'recorded before' if before == ended else 'recorded'} in {place.runs / config.name}")
     return 1 if ended.status == "diverged" else 0

@@ -20,10 +20,10 @@ from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import Habits, execute
-from pathsgd.paper.experiment.manifest import manifest
+from pathsgd.paper.experiment.manifest import note
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
-from pathsgd.paper.experiment.record import Line, Recorded
+from pathsgd.paper.experiment.record import Folder, Line, Recorded
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
 from pathsgd.paper.experiment.study import Study, carried_on
 from pathsgd.paper.experiment.training import architecture
@@ -98,7 +98,6 @@ def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, Dat
             (place.out / name).unlink(missing_ok=True)
     for name, content in head.items():
         store.write_json(place.out / name, content)
-    store.write_json(place.out / "manifest.json", manifest(place.device))
     return infos
 
 
@@ -158,6 +157,8 @@ def _tried(run: Recorded) -> Tried:
 def _execute_all(
     runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
 ) -> dict[Run, Recorded]:
+    if any(Folder(place.runs, run).recorded() is None for run in runs):
+        note(place.out / "manifest.json", place.device)
     problems = Problems(datasets, place.device)
     stopping = threading.Event()
 

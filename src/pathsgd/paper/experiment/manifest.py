@@ -12,10 +12,32 @@ from typing import Any
 
 import torch
 
+from pathsgd.errors import PathError
+from pathsgd.paper.experiment import store
+
 PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
 
 
-def manifest(device: torch.device) -> dict[str, Any]:
+Manifest = dict[str, Any]
+
+
+def note(path: Path, device: torch.device) -> None:
+    """Adds how and where this process trains to the list in a file, unless it is there."""
+    own = manifest(device)
+    noted = read(path) if path.exists() else []
+    if not any({**one, "written": own["written"]} == own for one in noted):
+        store.write_json(path, [*noted, own])
+
+
+def read(path: Path) -> list[Manifest]:
+    """Of every process that trained some of the runs."""
+    found = store.read_json(path)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise PathError(f"{path}: expected a list of objects")
+    return found
+
+
+def manifest(device: torch.device) -> Manifest:
     on_gpu = device.type == "cuda"
     return {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),

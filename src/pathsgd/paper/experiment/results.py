@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
-from pathsgd.paper.experiment import store
+from pathsgd.paper.experiment import manifest, store
+from pathsgd.paper.experiment.manifest import Manifest
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Recorded, read
 from pathsgd.paper.experiment.study import Cell, Study
@@ -88,7 +89,8 @@ class Results:
 
     out: Path
     study: Study
-    manifest: dict[str, Any]
+    manifests: list[Manifest]
+    """Of the processes that trained the runs."""
     data: dict[str, DataInfo]
     choices: list[Choice]
     finals: dict[Cell, list[Recorded]]
@@ -122,8 +124,8 @@ class Results:
             if cell.init == "balanced" and method(cell.method).invariant:
                 run = study.exact_of(cell, checksum, choice.step_size)
                 exact[cell] = _read(out / "runs" / run.name)
-        manifest = _object(out / "manifest.json")
-        return cls(out, study, manifest, data, choices, finals, exact)
+        manifests = manifest.read(out / "manifest.json")
+        return cls(out, study, manifests, data, choices, finals, exact)
 
 
 def _object(path: Path) -> dict[str, Any]:

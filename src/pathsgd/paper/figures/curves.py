@@ -75,7 +75,7 @@ class Range:
 
     def hides(self, values: Sequence[float]) -> bool:
         """Whether nothing of a curve is seen but perhaps its tip at the upper edge."""
-        edge = self.high if self.log else self.low + 0.9 * (self.high - self.low)
+        edge = self.high if self.log else self.low + 0.97 * (self.high - self.low)
         return bool(values) and all(value > edge for value in values)
 
 

@@ -22,7 +22,7 @@ MARKS = 8
 """On a curve, whatever its length."""
 
 NAMED = 3
-"""Curves out of range, in a corner; more of them would fill the panel."""
+"""Curves out of range, above a panel; more of them would take its place."""
 
 CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
 
@@ -57,14 +57,17 @@ def draw_learning(results: Results, name: str, dropout: bool, last: int) -> Any 
     height = 2.35 * len(rows) + 1.25
     figure = Figure(figsize=(11, height), layout="constrained")
     panels = figure.subplots(len(rows), 3, squeeze=False)
+    above = []
     for own, (dataset, d) in zip(panels, rows, strict=True):
         cells = {c: runs for c, runs in results.finals.items() if (c.dataset, c.dropout) == (dataset, d)}
-        for axes, column in zip(own, COLUMNS, strict=True):
+        above.append([
             _panel(axes, cells, column, last, quiet=dropout)
+            for axes, column in zip(own, COLUMNS, strict=True)
+        ])  # fmt: skip
         label = drawable(title_of(dataset)) + (f"\ndropout {d:g}" if len(dropouts) > 1 else "")
         own[0].set_ylabel(label, fontsize=11 if len(label) < 16 else 8, fontweight="bold")
     for axes, title in zip(panels[0], COLUMNS.values(), strict=True):
-        axes.set_title(title)
+        axes.set_title(title, pad=6 + 10 * max(above[0]))
     for axes in panels[-1]:
         axes.set_xlabel("epoch")
     _legend(figure, results, rows, quiet=dropout)
@@ -98,7 +101,8 @@ def is_traced(cell: Cell, cells: dict[Cell, list[Recorded]]) -> bool:
     return cell.init == "balanced" or not method(cell.method).invariant or not cells.get(twin)
 
 
-def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int, quiet: bool) -> None:
+def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int, quiet: bool) -> int:
+    """Draws it; how many lines of notes stand above it."""
     curves = {cell: curve_of(runs, column, last) for cell, runs in cells.items() if runs}
     curves = {cell: curve for cell, curve in curves.items() if curve.mean}
     shown = _range(curves, cells, column, last)
@@ -118,13 +122,14 @@ def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int,
     if column != "train_loss":
         _percent_axis(axes)
     notes += beyond if len(beyond) <= NAMED else [f"{len(beyond)} curves beyond \u2191"]
-    if notes:
-        axes.text(
-            0.985, 0.985, "\n".join(notes), transform=axes.transAxes, ha="right", va="top", fontsize=7,
-            color="0.25", linespacing=1.35, zorder=6,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
-        )  # fmt: skip
     clean(axes)
+    # Above the panel: inside, whatever is up there would run through it.
+    lines = ["    ".join(notes[k : k + 2]) for k in range(0, len(notes), 2)]
+    axes.annotate(
+        "\n".join(lines), (1, 1), (0, 2), "axes fraction", "offset points", ha="right", va="bottom",
+        fontsize=7, color="0.25", linespacing=1.35,
+    )  # fmt: skip
+    return len(lines)
 
 
 def _range(curves: dict[Cell, Curve], cells: dict[Cell, list[Recorded]], column: str, last: int) -> Range:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pathsgd.paper.experiment.manifest import Manifest
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Choice, Results, Tried, describe
 from pathsgd.paper.figures.captions import caption
@@ -136,10 +137,16 @@ def _code(value: object) -> Markup:
 
 
 def manifest_section(results: Results) -> Markup:
-    rows = []
-    for name, value in results.manifest.items():
+    """A column for every process that trained some of the runs."""
+    flat = [dict(_flat(one)) for one in results.manifests]
+    names = dict.fromkeys(name for one in flat for name in one)
+    rows = [[name, *(_code(one.get(name, "")) for one in flat)] for name in names]
+    return section("manifest", "Where the numbers come from", table("", [""] * (1 + len(flat)), rows))
+
+
+def _flat(manifest: Manifest) -> Iterator[tuple[str, object]]:
+    for name, value in manifest.items():
         if isinstance(value, dict):
-            rows += [[f"{name}: {key}", _code(one)] for key, one in value.items()]
+            yield from ((f"{name}: {key}", one) for key, one in value.items())
         else:
-            rows.append([name, _code("not known" if value is None else value)])
-    return section("manifest", "Where the numbers come from", table("", ["", ""], rows))
+            yield name, "not known" if value is None else value
