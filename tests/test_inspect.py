@@ -219,6 +219,8 @@ def test_several_regions(folder, capsys):
     arguments = ("user_models:encoder", "--input-shape", "1,5,8", "--weights", "encoder.pt")
     torch.save(model.state_dict(), "encoder.pt")
     found = inspect_json(capsys, *arguments)
+    torch.save({"epoch": 3, "state": {"model": model.state_dict(), "order": torch.zeros(1)}}, "encoder.pt")
+    assert inspect_json(capsys, *arguments) == found, "in a checkpoint as in a file of its own"
     logs = [pathsgd.path_norm(model, graph, region=k, log=True).item() for k in range(3)]
     assert [(one["region"], one["log_phi"]) for one in found["phi"]] == list(enumerate(logs))
     assert {"region": 0, "at": "norm1", "reason": "layer_norm is not positively homogeneous"} in found["ends"]
@@ -347,7 +349,7 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
         (["user_models:mlp", "--weights", "missing.pt"], ["No such file", "missing.pt"]),
         (["user_models:mlp", "--weights", "user_models.py"], ["holds no state dict that can be read"]),
         (["user_models:mlp", "--weights", "code.pt"], ["without running code (UnpicklingError)"]),
-        (["user_models:mlp", "--weights", "checkpoint.pt"], ["but a dict with 'epoch', 'model'"]),
+        (["user_models:mlp", "--weights", "checkpoint.pt"], ["but a dict with 'epoch', 'best'"]),
         (["user_models:mlp", "--weights", "other.pt"], ["does not fit the model", "Missing key"]),
         (["user_models:mlp", "--save-balanced", "user_models.py/x.pt"], ["user_models.py"]),
         (["broken.py:f"], ["importing", "broken.py raised SyntaxError"]),
@@ -356,7 +358,7 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
 )  # fmt: skip
 def test_what_the_user_got_wrong_is_one_line(folder, capsys, arguments, parts):
     torch.save({"weight": torch.zeros(1)}, "other.pt")
-    torch.save({"epoch": 3, "model": {"weight": torch.zeros(1)}}, "checkpoint.pt")
+    torch.save({"epoch": 3, "best": {"weight": torch.zeros(1)}}, "checkpoint.pt")
     torch.save(nn.Linear(2, 1), "code.pt")
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "needs.py").write_text("import absent_one\n")

@@ -72,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch-dim", default="0", metavar="N", help="the batch axis of the inputs, or none (default: 0)")
     add("--arguments", metavar="JSON", help="""keyword arguments of the factory, as in '{"width": 64}'""")
-    add("--weights", type=Path, metavar="FILE", help="load this state dict first")
+    add(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="load this state dict, or checkpoint that holds one, first",
+    )
     add("--seed", type=int, default=0, metavar="N", help="for weights drawn at random (default: 0)")
     add("--device", metavar="DEVICE", help="cpu, cuda, ... (default: where the model is)")
     add("--p", type=float, default=2.0, metavar="P", help="of the norms, from 1 to inf (default: 2)")

@@ -17,9 +17,12 @@ from pathsgd.graph.units import units_of
 from pathsgd.paper.experiment.store import write_whole
 from pathsgd.paper.inspect.target import said
 
+WRAPPINGS = ("state_dict", "model_state_dict", "model", "state")
+"""Where checkpoints keep a model's state dict."""
+
 
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Puts the state dict in ``file`` into the model; all of it has to fit."""
+    """Puts the state dict in ``file``, or in the checkpoint it is, into the model; all of it has to fit."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
@@ -29,6 +32,7 @@ def load_weights(model: nn.Module, file: Path) -> None:
         raise PathError(
             f"{file} holds no state dict that can be read without running code ({type(error).__name__})"
         ) from error
+    state = _unwrapped(state)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         keys = f" with {', '.join(map(repr, list(state)[:4]))}" if isinstance(state, Mapping) else ""
         raise PathError(
@@ -41,6 +45,11 @@ def load_weights(model: nn.Module, file: Path) -> None:
         reason = lines[0] if lines else said(error)
         reason = reason if len(reason) <= 160 else f"{reason[:160]} ..."
         raise PathError(f"the state dict in {file} does not fit the model: {reason}") from error
+
+
+def _unwrapped(state: Any) -> Any:
+    inner = next((state[k] for k in WRAPPINGS if k in state), None) if isinstance(state, Mapping) else None
+    return _unwrapped(inner) if isinstance(inner, Mapping) else state
 
 
 def save_balanced(model: nn.Module, graph: PathGraph, scales: Tensor, file: Path) -> None:
