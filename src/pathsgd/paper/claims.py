@@ -14,7 +14,7 @@ from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.figures.examples import explosion, poor_updates
-from pathsgd.paper.summary import Claim, Verdict
+from pathsgd.paper.summary import AGAINST, Claim, Verdict
 
 PATH, RIVALS = "path-sgd", ("sgd", "adagrad")
 CLOSE = 0.005
@@ -58,7 +58,7 @@ def _not_run(results: Results, names: Sequence[str], inits: Sequence[str] = ("ba
 
 def _counted(text: str, holds: bool) -> str:
     """Evidence; what speaks against a claim is marked."""
-    return text if holds else f"AGAINST: {text}"
+    return text if holds else AGAINST + text
 
 
 def _said(missing: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["held", "not held", "not tested"]
+AGAINST = "AGAINST: "
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Claim:
     text: str
     verdict: Verdict
     evidence: list[str]
+    """What speaks against the claim begins with :data:`AGAINST`."""
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

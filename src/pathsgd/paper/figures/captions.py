@@ -31,8 +31,8 @@ def caption(name: str, results: Results) -> str:
         )
     said += _about_unbalanced(results, dropout)
     said.append(
-        "The vertical range is that of the balanced runs; curves beyond it are named in the corner, with the "
-        "values they end at, or counted there if they are many."
+        "The vertical range is that of the balanced runs; curves beyond it are named above the panel, with "
+        "the values they end at, or counted there if they are many."
     )
     if any(run.status == "diverged" for runs in results.finals.values() for run in runs):
         said.append("A cross marks where a run diverged; repeats that outlive another go on as thin lines.")

@@ -44,6 +44,7 @@ ol.claims > li {
 .claim-text .badge { margin-left: .3em; }
 .evidence { margin: .2rem 0 0; padding-left: 1.1rem; font-size: .9rem; color: var(--soft); }
 .evidence li { margin: .1rem 0; overflow-wrap: anywhere; }
+.evidence .against { color: var(--bad); }
 figure { margin: 1.4rem 0 2rem; }
 figure img {
   display: block; width: 100%; height: auto; background: #fff; padding: .6rem; border: 1px solid var(--line);

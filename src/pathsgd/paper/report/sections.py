@@ -13,7 +13,7 @@ from pathsgd.paper.experiment.results import Choice, Results, Tried, describe
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.style import size, title_of
 from pathsgd.paper.report.markup import Markup, picture, section, table, tag
-from pathsgd.paper.summary import Claim, Table
+from pathsgd.paper.summary import AGAINST, Claim, Table
 
 
 def claims_section(claims: Sequence[Claim]) -> Markup:
@@ -25,10 +25,14 @@ def badge(verdict: str, text: str) -> Markup:
 
 
 def _claim(claim: Claim) -> Markup:
-    evidence = tag("ul", *(tag("li", one) for one in claim.evidence), class_="evidence")
+    evidence = tag("ul", *map(_evidence, claim.evidence), class_="evidence")
     text = tag("p", claim.text, " ", badge(claim.verdict, claim.verdict), class_="claim-text")
     body = tag("div", text, *([evidence] if claim.evidence else []))
     return tag("li", tag("span", f"{claim.number}.", class_="claim-number"), body)
+
+
+def _evidence(text: str) -> Markup:
+    return tag("li", text, class_="against") if text.startswith(AGAINST) else tag("li", text)
 
 
 def figures_section(results: Results, figures: Sequence[Path]) -> Markup:
