@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
 from fake_study import fake_study
 from pathsgd.paper.claims import claims
 from pathsgd.paper.cost import Cost
-from pathsgd.paper.evidence import epochs_to, race, spread
+from pathsgd.paper.evidence import race, spread
 from pathsgd.paper.experiment.record import Recorded
+from pathsgd.paper.experiment.results import Choice, Tried
 from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.tables import choices_table, printed, printed_claims, results_table
 
@@ -41,7 +44,7 @@ def test_what_the_fake_study_was_made_to_show(study):
     assert [claim.verdict for claim in found] == [
         "held", "held", "held", "not held", "held", "held", "held",
     ]  # fmt: skip
-    assert "mnist: epochs to a training loss of" in found[2].evidence[0]
+    assert "mnist: epochs to the lowest training loss both reach: SGD: to " in found[2].evidence[0]
     assert "1.010 times as long" in found[6].evidence[0]
     better = with_runs(study, Cell("cifar100", 0.0, "balanced", "sgd"), test_error=0.5)
     assert verdicts(better)[3] == "held"
@@ -96,7 +99,7 @@ def test_a_run_that_diverged_is_harm_and_never_wins(tmp_path):
     found = claims(results, None)
     assert found[1].verdict == "held"
     assert found[2].verdict == found[3].verdict == "not held"
-    assert "one of them diverged" in found[2].evidence[0]
+    assert "Path-SGD diverged" in found[2].evidence[0]
     text = printed(results_table(results))
     assert "none" in text
     assert "diverged" in text
@@ -124,13 +127,32 @@ def test_rivals_that_diverged_lose(tmp_path):
     assert verdicts(fake_study(tmp_path, datasets=("mnist",), diverged=ends))[3] == "held"
 
 
+def test_the_edge_of_what_was_tried_is_said():
+    cell = Cell("mnist", 0.0, "balanced", "sgd")
+    tried = [Tried(10.0**-a, "done", 0.02, 3, "", "x") for a in range(3)]
+    said = [str(Choice(cell, one.step_size, tried)) for one in tried]
+    assert ["largest tried" in text for text in said] == [True, False, False]
+    assert ["smallest tried" in text for text in said] == [False, False, True]
+    assert "largest" not in str(Choice(cell, 1.0, tried[:2])), "of two each is an edge"
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    """As in `pathsgd figures DIR | head`."""
+    fake_study(tmp_path, datasets=("mnist",), epochs=2)
+    command = [sys.executable, "-m", "pathsgd.paper.cli", "figures", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=120) == 141
+
+
 def test_evidence(study):
     runs = {name: study.finals[Cell("mnist", 0.0, "balanced", name)] for name in ("sgd", "path-sgd")}
-    found = race(runs)
+    found = race(runs["path-sgd"], runs["sgd"])
     assert found is not None
-    assert found.epochs["path-sgd"] < found.epochs["sgd"] == 12
-    assert epochs_to([0.1, 0.5, 0.2, 0.1], 0.2) == 2
-    assert epochs_to([1.0, 1.0], 0.5) is None
+    assert found.own < found.other == found.of == found.ahead == 12
+    assert str(found) == f"to {found.target:.3g} in {found.own} against 12, lower after 12 of 12"
     assert spread([0.01, 0.03]).percent() == "2.00% (1.00 to 3.00)"
     assert spread([0.01, float("nan")]).percent() == "1 of 2 diverged"
     assert spread([float("nan")]).plain() == "diverged"

@@ -31,6 +31,10 @@ def mlp(width=8, bias=True):
                          nn.Linear(width, 2, bias))
 
 
+def embedding():
+    return nn.Sequential(nn.Embedding(9, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
 def conv():
     return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
@@ -339,6 +343,7 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
         (["user_models:mlp", "--input-shape", "1,0"], ["Invalid --input-shape"]),
         (["user_models:mlp", "--input-shape", f"1,{10**30}"], ["do not fit in memory"]),
         (["user_models:mlp", "--input-shape", "1,5"], ["tracing failed", "--input-shape [(1, 5)]"]),
+        (["user_models:embedding", "--input-shape", "1,5"], ["indices", "--input-dtype int64"]),
         (["user_models:conv"], ["--input-shape can be left out only for"]),
         (["user_models:Branches", "--input-shape", "1,4"], ["control flow depends on values"]),
         (["user_models:mlp", "--input-shape", "1,4", "--input-dtype", "nn"], ["Invalid --input-dtype: 'nn'"]),

@@ -109,9 +109,11 @@ def test_a_data_set_of_ones_own(tmp_path, capsys):
     assert command(*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet") == 0
     assert "own       5               3        150           50" in capsys.readouterr().out
     before = numbers(out)
+    longer = (*study, "--search-epochs", 2, "--epochs", 4, "--out", out)
+    assert "holds another study (epochs differ)" in refused(capsys, *longer)
     np.savez(own, train_x=2 * x[:150], train_y=y[:150], test_x=x[150:], test_y=y[150:])
     again = (*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet")
-    assert "holds another study" in refused(capsys, *again)
+    assert "holds another study (data of own differ)" in refused(capsys, *again)
     assert numbers(out) == before
     (out / "figures" / "figure3.png").write_bytes(b"old")
     assert command(*again, "--replace") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -50,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Muon on a CPU without bf16: two dozen lines for a product that is then made another way.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of `pathsgd ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (PathError, OSError) as error:
         print(f"pathsgd: {error}", file=sys.stderr)
         return 1

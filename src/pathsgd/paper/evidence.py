@@ -65,11 +65,6 @@ def mean_curve(runs: Sequence[Recorded], name: str) -> list[float]:
     return [statistics.fmean(values) for values in zip(*curves, strict=False)]
 
 
-def epochs_to(curve: Sequence[float], target: float) -> int | None:
-    """The first epoch after which a curve is at or below a target."""
-    return next((k for k, value in enumerate(curve) if k and value <= target), None)
-
-
 def finals(
     results: Results, dataset: str, dropout: float, init: Init, methods: Sequence[str]
 ) -> dict[str, list[Recorded]]:
@@ -80,18 +75,30 @@ def finals(
 
 @dataclass(frozen=True)
 class Race:
-    """Which method reaches a training loss first: the lowest that all of them reach."""
+    """Which of two reaches a training loss first: the lowest that both reach."""
 
     target: float
-    epochs: dict[str, int]
+    own: int
+    other: int
+    """Epochs."""
+    ahead: int
+    """Epochs after which the first has the lower loss."""
+    of: int
+
+    def __str__(self) -> str:
+        return (
+            f"to {self.target:.3g} in {self.own} against {self.other}, lower after {self.ahead} of {self.of}"
+        )
 
 
-def race(runs: dict[str, list[Recorded]]) -> Race | None:
+def race(own: Sequence[Recorded], other: Sequence[Recorded]) -> Race | None:
     """None if one of them diverged."""
-    curves = {name: mean_curve(own, "train_loss") for name, own in runs.items()}
-    ended = all(run.status == "done" for own in runs.values() for run in own)
-    if not curves or not ended:
+    if any(run.status != "done" for run in (*own, *other)):
         return None
-    target = max(min(curve[1:]) for curve in curves.values())
-    epochs = {name: epochs_to(curve, target) for name, curve in curves.items()}
-    return Race(target, {name: epoch for name, epoch in epochs.items() if epoch is not None})
+    first, second = (mean_curve(runs, "train_loss")[1:] for runs in (own, other))
+    target = max(min(first), min(second))
+    own_epoch, other_epoch = (
+        next(k for k, loss in enumerate(curve, 1) if loss <= target) for curve in (first, second)
+    )
+    ahead = sum(a < b for a, b in zip(first, second, strict=True))
+    return Race(target, own_epoch, other_epoch, ahead, len(first))

@@ -65,5 +65,6 @@ class Progress:
 
 
 def _short(run: Run) -> str:
-    dropout = ", dropout" if run.dropout else ""
-    return f"{run.dataset.split('=')[0]}, {method(run.method).label}, {run.init}{dropout}, {run.step_size:g}"
+    dropout = f", dropout {run.dropout:g}" if run.dropout else ""
+    name = f"{run.dataset.split('=')[0]}, {method(run.method).label}, {run.init}{dropout}"
+    return f"{name}, step size {run.step_size:g}, seed {run.seed.init}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["held", "not held", "not tested"]
-AGAINST = "AGAINST: "
+AGAINST, NOT_COUNTED = "AGAINST: ", "NOT COUNTED: "
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Claim:
     text: str
     verdict: Verdict
     evidence: list[str]
-    """What speaks against the claim begins with :data:`AGAINST`."""
+    """Marked where it speaks against the claim, or does not count."""
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

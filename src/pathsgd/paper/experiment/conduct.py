@@ -6,6 +6,7 @@ Every run is found by its configuration, so the same command goes on where an ea
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,11 +88,12 @@ def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, Dat
         "study.json": dataclasses.asdict(study),
         "data.json": {name: dataclasses.asdict(info) for name, info in infos.items()},
     }
-    if any(_differs(place.out / name, content) for name, content in head.items()):
+    differing = [what for name, content in head.items() for what in _differing(place.out / name, content)]
+    if differing:
         if not place.replace:
             raise PathError(
-                f"{place.out} holds another study: choose another folder (--out), or --replace it: its runs "
-                "stay, and those that both have in common are not run again"
+                f"{place.out} holds another study ({', '.join(differing)} differ): choose another folder "
+                "(--out), or --replace it: its runs stay, and those in common are not run again"
             )
         # What another study came to must not be taken for what this one will.
         for name in ("choices.json", "claims.json", "cost.json", "report.html"):
@@ -101,8 +103,19 @@ def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, Dat
     return infos
 
 
-def _differs(path: Path, content: object) -> bool:
-    return path.exists() and path.read_bytes() != store.encoded(content)
+def _differing(path: Path, content: dict[str, object]) -> list[str]:
+    """The entries in which a file is not this."""
+    if not path.exists() or path.read_bytes() == store.encoded(content):
+        return []
+    try:
+        found = store.read_json(path)
+    except PathError:
+        found = None
+    if not isinstance(found, dict):
+        return [path.name]
+    now = json.loads(store.encoded(content))
+    names = [name for name in {**found, **now} if found.get(name) != now.get(name)]
+    return [f"data of {name.split('=')[0]}" if path.name == "data.json" else name for name in names]
 
 
 def info_of(data: Dataset) -> DataInfo:

@@ -66,6 +66,13 @@ class Choice:
     def best(self) -> Tried | None:
         return next((tried for tried in self.tried if tried.step_size == self.step_size), None)
 
+    def _edge(self) -> str:
+        """Beyond which there may be a better one."""
+        sizes = [tried.step_size for tried in self.tried]
+        if len(sizes) < 3 or self.step_size not in (min(sizes), max(sizes)):
+            return ""
+        return ", the largest tried" if self.step_size == max(sizes) else ", the smallest tried"
+
     def __str__(self) -> str:
         counts = {s: sum(t.status == s for t in self.tried) for s in ("diverged", "stopped")}
         rest = "".join(f", {count} {status}" for status, count in counts.items() if count)
@@ -73,7 +80,7 @@ class Choice:
         if self.best is None:
             return f"{name}: no step size ended well ({tried})"
         return (
-            f"{name}: step size {self.best.step_size:g} ({tried}), validation error "
+            f"{name}: step size {self.best.step_size:g}{self._edge()} ({tried}), validation error "
             f"{self.best.best_error:.2%} in epoch {self.best.best_epoch}"
         )
 

@@ -130,7 +130,10 @@ def _traced(model: nn.Module, example: tuple[Tensor, ...] | None, batch_dim: int
         return trace(model, example, batch_dim=batch_dim)
     except TraceError as error:
         # The message speaks to a caller of trace; here the example has another name.
-        raise TraceError(str(error).replace("example_input", "--input-shape")) from error
+        text = str(error).replace("example_input", "--input-shape")
+        if "indices" in text:
+            text += "; for inputs that are indices: --input-dtype int64"
+        raise TraceError(text) from error
 
 
 def _arguments(given: str | None) -> dict[str, Any]:
