@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import pickle
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from pathsgd.errors import PathError
+from pathsgd.paper.commands.common import reporting
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
@@ -79,9 +81,21 @@ def test_every_way_runs_were_trained_is_noted_once(tmp_path, monkeypatch):
     monkeypatch.setattr("pathsgd.paper.experiment.manifest._revision", lambda: "another")
     note(path, CPU)
     assert [one["revision"] == "another" for one in read(path)] == [False, True]
-    path.write_text('{"revision": null}')
-    with pytest.raises(PathError, match="expected a list"):
-        note(path, CPU)
+    for damaged, said in (('{"revision": null}', "expected a list"), ('[{"x": NaN}]', "NaN is not JSON")):
+        path.write_text(damaged)
+        with pytest.raises(PathError, match=said):
+            note(path, CPU)
+    assert read(tmp_path / "never noted") == []
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory"])
+def test_a_gpu_without_memory_is_one_line(tmp_path, text):
+    options = argparse.Namespace(quiet=True, tensorboard=False)
+    for kind in (torch.OutOfMemoryError, RuntimeError):
+        with pytest.raises(PathError, match=f"out of memory: {text}"), reporting(options, tmp_path):
+            raise kind(text)
+    with pytest.raises(RuntimeError, match="illegal"), reporting(options, tmp_path):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
@@ -90,6 +104,9 @@ def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
     assert share_out(gpu, 30_000_000, None, ["sgd"]) == 3
     assert share_out(gpu, 3_000_000_000, None, ["sgd"]) == 1
     assert share_out(gpu, 3_000_000_000, 2, ["sgd"]) == 2
+    assert share_out(gpu, 1_000, None, ["sgd"], alone=True) == 1
+    with pytest.raises(PathError, match="Invalid number of lanes: 17"):
+        share_out(gpu, 1_000, 17, ["sgd"])
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # on CPUs without bf16

@@ -67,6 +67,26 @@ def test_lanes_change_nothing(study, tmp_path):
     assert numbers(tmp_path) == numbers(study)
 
 
+def test_lanes_change_nothing_where_networks_differ(tmp_path):
+    """A trace changes how torch rounds as long as it takes: none may be made beside a run."""
+    own = []
+    for features in (30, 50, 70):
+        rng = np.random.default_rng(features)
+        y = rng.integers(0, 10, 900)
+        x = rng.normal(size=(10, features))[y] + 1.5 * rng.normal(size=(900, features))
+        own.append(tmp_path / f"of{features}.npz")
+        np.savez(own[-1], train_x=x[:700], train_y=y[:700], test_x=x[700:], test_y=y[700:])
+    names = [f"{path.stem}={path}" for path in own]
+    sweep = [sys.executable, "-m", "pathsgd.paper.cli", "sweep", "--quiet", "--datasets", *names,
+             "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
+             "0.01", "--search-epochs", "8", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
+             ]  # fmt: skip
+    for lanes in ("1", "4"):
+        subprocess.run([*sweep, "--lanes", lanes, "--out", str(tmp_path / lanes)], check=True, timeout=300)
+    assert len(numbers(tmp_path / "1")) > 12
+    assert numbers(tmp_path / "1") == numbers(tmp_path / "4")
+
+
 def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
     def swept(out, kills):
         program = [sys.executable, str(HERE / "killed.py"), str(out), str(kills), "0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -17,18 +18,47 @@ def full_precision(device: torch.device) -> Iterator[None]:
     if torch.compiler.is_compiling():  # settings cannot change inside a compiled graph
         yield
         return
-    settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
-    saved = [setting.fp32_precision for setting in settings]
-    tried = torch._C._get_cudnn_benchmark()
-    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    try:
-        # Not through torch.backends, where setting a flag may have been frozen.
-        torch._C._set_cudnn_benchmark(tried or not fixed)
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cpu":
             yield
-    finally:
-        torch._C._set_cudnn_benchmark(tried)
-        for setting, value in zip(settings, saved, strict=True):
-            setting.fp32_precision = value
+        else:
+            with _SETTINGS:
+                yield
+
+
+class _Settings(contextlib.AbstractContextManager[None]):
+    """torch's settings are those of the process: the first thread that comes in changes them, and the last
+    that goes out puts them back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._tried = False
+        self._saved: list[str] = []
+
+    @property
+    def _kinds(self) -> tuple[object, ...]:
+        return (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._saved = [kind.fp32_precision for kind in self._kinds]  # type: ignore[attr-defined]
+                self._tried = torch._C._get_cudnn_benchmark()
+                fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+                # Not through torch.backends, where setting a flag may have been frozen.
+                torch._C._set_cudnn_benchmark(self._tried or not fixed)
+                for kind in self._kinds:
+                    kind.fp32_precision = "ieee"  # type: ignore[attr-defined]
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch._C._set_cudnn_benchmark(self._tried)
+                for kind, value in zip(self._kinds, self._saved, strict=True):
+                    kind.fp32_precision = value  # type: ignore[attr-defined]
+
+
+_SETTINGS = _Settings()

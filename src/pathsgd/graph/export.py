@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -200,6 +201,10 @@ class _RunningStatistics(TorchFunctionMode):
         )
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""torch.export keeps state of the whole process."""
+
+
 @contextlib.contextmanager
 def _one_precision() -> Iterator[None]:
     """torch.export asks cudnn for its one TF32 setting, and torch has no answer where convolutions or
@@ -221,7 +226,7 @@ def _one_precision() -> Iterator[None]:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _untouched(model), _RunningStatistics(), _one_precision(), _quiet():
+        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), _one_precision(), _quiet():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})

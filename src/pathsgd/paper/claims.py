@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pathsgd.paper.comparison import PATH, RIVALS, compared_on
 from pathsgd.paper.cost import Cost
-from pathsgd.paper.evidence import Spread, last, late
+from pathsgd.paper.evidence import Spread, alike, gaps, last
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.experiment.study import Cell
@@ -18,14 +18,16 @@ from pathsgd.paper.figures.examples import explosion, poor_updates
 from pathsgd.paper.summary import AGAINST, NOT_COUNTED, Claim, Verdict
 
 CLOSE, CLOSE_PART = 0.005, 0.1
-"""How far apart test errors may be, and in parts of themselves, of runs that only rounding tells apart.
+"""How far apart curves that only rounding tells apart may be, in the mean over the epochs: test errors, and
+test errors and training losses in parts of their own mean.
 
-Both are means over the last third of the epochs. With large steps rounding is soon amplified to the size of a
-run's own wobble: on CIFAR-100 the errors after the last epoch are 0.7 points apart, where two epochs of one
-run are 0.5 apart, and the means 0.2.
+Not after the last epoch: with large steps rounding is soon amplified to the size of a run's own wobble. On
+CIFAR-100 the errors after the last epoch are 0.7 points apart, where two epochs of one run are 0.5 apart.
 """
 HURT, HURT_LOSS = 1.25, 2.0
 """How many times the test error, or the training loss, of the balanced start is a considerable harm."""
+SLIGHTLY = 1.05
+"""How many times an error that is slightly lower the other may be."""
 ABOUT = 1.04
 """How many times (B+1)/B still is about that."""
 
@@ -78,30 +80,33 @@ def _where(dataset: str, dropout: float) -> str:
 
 def _same_curves(results: Results) -> Claim:
     weighed = Weighed()
-    for cell, exact in results.exact.items():
-        own = results.finals[cell]
-        other = results.finals.get(Cell(cell.dataset, cell.dropout, "unbalanced", cell.method), [])
-        same = exact.lines == own[0].lines
+    for cell, own in results.finals.items():
+        if cell.init != "balanced" or not method(cell.method).invariant:
+            continue
+        other = results.finals.get(Cell(cell.dataset, cell.dropout, "unbalanced", cell.method))
         text = f"{_where(cell.dataset, cell.dropout)}, {method(cell.method).label}: "
-        text += f"scales that are powers of two: {'equal bit for bit' if same else 'NOT equal'}"
-        if other:
-            errors = late(own, "test_error"), late(other, "test_error")
+        agree = []
+        if cell in results.exact:
+            agree.append(results.exact[cell].lines == own[0].lines)
+            text += f"scales that are powers of two: {'equal bit for bit' if agree[0] else 'NOT equal'}; "
+        if other is not None:
+            errors, losses = (gaps(own, other, name) for name in ("test_error", "train_loss"))
+            close = all(e.mean <= min(CLOSE, CLOSE_PART * e.level) for e in errors)
+            close = close and all(loss.mean <= CLOSE_PART * loss.level for loss in losses)
+            agree.append(close and alike(own, other))
             ends = last(own, "test_error"), last(other, "test_error")
-            gap = max(
-                abs(a - b)
-                for x, y in zip(own, other, strict=True)
-                for a, b in zip(x.curve("train_loss"), y.curve("train_loss"), strict=False)
-            )
-            most = min(CLOSE, CLOSE_PART * errors[0].mean)
-            same = same and abs(errors[0].mean - errors[1].mean) <= most
             text += (
-                f"; log-normal scales: test error over the last third of the epochs {errors[0].percent()} "
-                f"balanced, {errors[1].percent()} unbalanced (after the last {ends[0].percent()}, "
-                f"{ends[1].percent()}), training losses apart by {gap:.1e} at most"
+                f"log-normal scales: test error {ends[0].percent()} balanced, {ends[1].percent()} unbalanced"
             )
-        weighed.add(text, same, counts=cell.method == PATH)
+            if errors and losses:
+                apart = max(e.mean for e in errors), max(loss.largest for loss in losses)
+                text += (
+                    f", in the mean over the epochs {100 * apart[0]:.2f} points apart; training losses apart "
+                    f"by {apart[1]:.1e} at most"
+                )
+        weighed.add(text, all(agree), counts=cell.method == PATH)
     text = "Path-SGD started balanced and unbalanced gives the same curves"
-    text += f" (test errors, late means, within {100 * CLOSE:g} points and {CLOSE_PART:.0%})."
+    text += f" (apart by at most {100 * CLOSE:g} points of test error and {CLOSE_PART:.0%} in the mean)."
     return weighed.claim(1, text, _not_run(results, [PATH], ["balanced", "unbalanced"]))
 
 
@@ -119,7 +124,7 @@ def _unbalance_hurts(results: Results) -> Claim:
                     f"{_where(dataset, dropout)}, {method(name).label}: test error {errors[0].percent()} "
                     f"balanced, {errors[1].percent()} unbalanced; training loss {losses[0].plain()} and "
                     f"{losses[1].plain()}",
-                    _worse(errors, HURT) or _worse(losses, HURT_LOSS),
+                    _worse(errors, HURT) or (_worse(errors, 1.0) and _worse(losses, HURT_LOSS)),
                     counts=not math.isnan(errors[0].mean),  # else there is nothing to hurt
                 )
     text = "Unbalanced initialisation hurts SGD and AdaGrad considerably"
@@ -146,8 +151,9 @@ def _generalises(results: Results) -> Claim:
     for name, compared in compared_on(results, 0.0).items():
         text = f"{_where(name, 0.0)}: {compared.said_of_errors()}"
         if name == "cifar100":
-            expected = compared.errors["sgd"].mean < compared.errors[PATH].mean
-            weighed.add(text + ("" if expected else "; in the paper SGD's is the lower here"), expected)
+            sgd, own, adagrad = (compared.errors[n].mean for n in ("sgd", PATH, "adagrad"))
+            expected = sgd < own <= SLIGHTLY * sgd and not own >= adagrad
+            weighed.add(text + ("" if expected else "; in the paper SGD's is slightly lower here"), expected)
         else:
             weighed.add(text, compared.better)
     text = "Its final test error is lower, except on CIFAR-100, where SGD's is slightly lower."
@@ -175,11 +181,12 @@ def _missing(results: Results, dropout: bool) -> list[str]:
 
 
 def _figure_one(results: Results) -> Claim:
-    weighed = Weighed()
+    weighed, trained = Weighed(), False
     for dataset in results.study.datasets:
         cells = [Cell(dataset, 0.0, init, "sgd") for init in ("balanced", "unbalanced")]
         if all(cell in results.finals for cell in cells):
             losses = [last(results.finals[cell], "train_loss") for cell in cells]
+            trained = trained or not math.isnan(losses[0].mean)
             weighed.add(
                 f"(a) {_where(dataset, 0.0)}: SGD ends at a training loss of {losses[0].plain()} balanced, "
                 f"{losses[1].plain()} unbalanced",
@@ -197,7 +204,8 @@ def _figure_one(results: Results) -> Claim:
         "Figure 1: SGD fails on unbalanced networks: (a) in training, (b) by explosion, (c) by poor updates."
     )
     missing = _not_run(results, ["sgd"], ["balanced", "unbalanced"])
-    missing += [] if 0.0 in results.study.dropouts else ["without dropout"]
+    if not trained and not missing:
+        missing.append("SGD without dropout, from a balanced start that ends well")
     return weighed.claim(6, text, missing)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pathsgd.paper.evidence import Race, Spread, finals, last, race
+from pathsgd.paper.evidence import Race, Spread, last, race
 from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.experiment.study import Cell
@@ -18,7 +18,7 @@ class Compared:
     """Path-SGD and its rivals on one data set, balanced."""
 
     races: dict[str, Race | None]
-    """With each rival; None if one of the two diverged."""
+    """With each rival; None if one of the two diverged, or has no step size that ended well."""
     errors: dict[str, Spread]
     noise: float
     """How far Path-SGD ends from its own rescaled start, in test error: only rounding tells them apart."""
@@ -39,12 +39,12 @@ class Compared:
 
     def said_of_epochs(self) -> str:
         return "epochs to the lowest training loss both reach: " + "; ".join(
-            f"{METHODS[name].label}: {self._lost(name) if race is None else race}"
-            for name, race in self.races.items()
+            f"{METHODS[name].label}: {race or self._lost(name)}" for name, race in self.races.items()
         )
 
     def _lost(self, rival: str) -> str:
-        return "diverged" if self.ended else f"{METHODS[PATH].label} diverged"
+        loser = rival if self.ended else PATH
+        return f"{METHODS[loser].label} {self.errors[loser].lost}"
 
     def said_of_errors(self) -> str:
         own = self.errors[PATH]
@@ -69,8 +69,9 @@ def compared_on(results: Results, dropout: float) -> dict[str, Compared]:
     """For each data set with all three methods."""
     found = {}
     for dataset in results.study.datasets:
-        runs = finals(results, dataset, dropout, "balanced", (PATH, *RIVALS))
-        if len(runs) == 3:
+        cells = {name: Cell(dataset, dropout, "balanced", name) for name in (PATH, *RIVALS)}
+        if all(cell in results.finals for cell in cells.values()):
+            runs = {name: results.finals[cell] for name, cell in cells.items()}
             errors = {name: last(own, "test_error") for name, own in runs.items()}
             twin = last(results.finals.get(Cell(dataset, dropout, "unbalanced", PATH), []), "test_error")
             races = {name: race(runs[PATH], runs[name]) for name in RIVALS}

@@ -7,10 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pathsgd.paper.experiment.config import Init
 from pathsgd.paper.experiment.record import Recorded
-from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
 
 
 @dataclass(frozen=True)
@@ -47,30 +44,42 @@ def last(runs: Sequence[Recorded], name: str) -> Spread:
     return spread([run.curve(name)[-1] if run.status == "done" else math.nan for run in runs])
 
 
-def late(runs: Sequence[Recorded], name: str) -> Spread:
-    """The mean over the last third of the epochs: the test error of one run wobbles from epoch to epoch."""
-    return spread(
-        [
-            statistics.fmean(run.curve(name)[-math.ceil(run.run.epochs / 3) :])
-            if run.status == "done"
-            else math.nan
-            for run in runs
+@dataclass(frozen=True)
+class Gap:
+    """Between two curves."""
+
+    mean: float
+    largest: float
+    level: float
+    """The mean of the first curve."""
+
+
+def gaps(own: Sequence[Recorded], other: Sequence[Recorded], name: str) -> list[Gap]:
+    """Repeat by repeat, over the epochs after which both have a number."""
+    found = []
+    for x, y in zip(own, other, strict=False):
+        pairs = [
+            (a, b)
+            for a, b in zip(x.curve(name)[1:], y.curve(name)[1:], strict=False)
+            if math.isfinite(a) and math.isfinite(b)
         ]
-    )
+        if pairs:
+            apart = [abs(a - b) for a, b in pairs]
+            level = statistics.fmean(a for a, _ in pairs)
+            found.append(Gap(statistics.fmean(apart), max(apart), level))
+    return found
+
+
+def alike(own: Sequence[Recorded], other: Sequence[Recorded]) -> bool:
+    """Whether as many repeats ended in the same way after as many epochs; not if there are none."""
+    ends = [[(run.status, run.epochs) for run in runs] for runs in (own, other)]
+    return bool(own) and ends[0] == ends[1]
 
 
 def mean_curve(runs: Sequence[Recorded], name: str) -> list[float]:
     """Epoch by epoch, as far as all of them went."""
     curves = [run.curve(name) for run in runs]
     return [statistics.fmean(values) for values in zip(*curves, strict=False)]
-
-
-def finals(
-    results: Results, dataset: str, dropout: float, init: Init, methods: Sequence[str]
-) -> dict[str, list[Recorded]]:
-    """The final runs of each method that has any."""
-    found = {name: results.finals.get(Cell(dataset, dropout, init, name), []) for name in methods}
-    return {name: runs for name, runs in found.items() if runs}
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,8 @@ class Race:
 
 
 def race(own: Sequence[Recorded], other: Sequence[Recorded]) -> Race | None:
-    """None if one of them diverged."""
-    if any(run.status != "done" for run in (*own, *other)):
+    """None if one of them diverged, or there is none."""
+    if not own or not other or any(run.status != "done" for run in (*own, *other)):
         return None
     first, second = (mean_curve(runs, "train_loss")[1:] for runs in (own, other))
     target = max(min(first), min(second))

@@ -15,6 +15,8 @@ from pathsgd.errors import PathError
 SMALL = 1 << 20
 """Weights under which a network gains nothing from several threads."""
 MOST_LANES = 4
+EVEN_IF_ASKED = 16
+"""Each takes two of the 32 streams that torch has."""
 GPU_LANES = 3
 """One leaves it partly idle: on an H200 the paper's networks take 0.84 of the time so, two at a time 0.88."""
 
@@ -60,22 +62,25 @@ def _memory(device: torch.device) -> float:
     return math.inf
 
 
-def share_out(device: torch.device, weights: int, lanes: int | None, methods: Sequence[str]) -> int:
+def share_out(
+    device: torch.device, weights: int, lanes: int | None, methods: Sequence[str], alone: bool = False
+) -> int:
     """Sets torch's threads for networks of so many weights; the number of runs at a time.
 
-    On a GPU several share it, if they take little of its memory. On a CPU small networks are run with one
-    thread each, several at a time, and large ones with all threads, one at a time. The number of threads
-    depends on nothing else: it may change the last bits of a sum.
+    On a GPU several share it, unless one should be alone or takes much of its memory. On a CPU small networks
+    are run with one thread each, several at a time, and large ones with all threads, one at a time. The
+    number of threads depends on nothing else: it may change the last bits of a sum.
     """
-    if lanes is not None and lanes < 1:
-        raise PathError(f"Invalid number of lanes: {lanes}")
+    if lanes is not None and not 1 <= lanes <= EVEN_IF_ASKED:
+        raise PathError(f"Invalid number of lanes: {lanes} (1 to {EVEN_IF_ASKED})")
     if device.type == "cpu" and "muon" in methods:
         # On a CPU without bf16 torch gives up mkldnn for good at the first product Muon asks for, and rounds
         # otherwise from then on: let that happen before the first run, not in the middle of one.
         x = torch.ones(2, 2, dtype=torch.bfloat16)
         x @ x
     if device.type == "cuda":
-        return lanes or (GPU_LANES if 10 * _needed(weights) < _memory(device) else 1)
+        little = 10 * _needed(weights) < _memory(device)
+        return lanes or (GPU_LANES if little and not alone else 1)
     if weights >= SMALL:
         return lanes or 1
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ import torch
 from pathsgd.errors import PathError
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
+from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import Habits
 from pathsgd.paper.experiment.store import alone_in
 from pathsgd.paper.experiment.study import PRESETS, Study
@@ -62,21 +63,23 @@ def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
 
 
 def place_of(
-    options: argparse.Namespace, datasets: Datasets, hidden: tuple[int, ...], methods: Sequence[str],
+    options: argparse.Namespace, datasets: Datasets, config: Study | Run, methods: Sequence[str],
     out: Path, keep_checkpoints: bool = False,
 ) -> Place:  # fmt: skip
     device = device_of(options.device)
-    weights = max(weights_of(data.features, hidden, data.classes) for data in datasets.values())
+    weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
     check_memory(device, weights)
-    lanes = share_out(device, weights, options.lanes, methods)
+    if config.tf32 and (options.lanes or 1) > 1:
+        raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
+    alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
+    lanes = share_out(device, weights, options.lanes, methods, alone)
     return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints), options.replace)
 
 
 def _is_memory(text: str) -> bool:
     """A CPU that has none left says so in a plain RuntimeError."""
-    return any(
-        part in text for part in ("allocate memory", "not enough memory", "size calculation overflowed")
-    )
+    parts = ("out of memory", "allocate memory", "not enough memory", "size calculation overflowed")
+    return any(part in text for part in parts)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     study = study_of(options)
     out = options.out or Path(f"pathsgd-{options.preset}")
     datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study.hidden, study.methods, out)
+    place = place_of(options, datasets, study, study.methods, out)
     with reporting(options, out) as reporter:
         results = conduct(study, datasets, place, reporter)
         reporter.say("timing a step")

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     study = study_of(options)
     out = options.out or Path("pathsgd-sweep")
     datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study.hidden, study.methods, out)
+    place = place_of(options, datasets, study, study.methods, out)
     with reporting(options, out) as reporter:
         infos = record_head(study, datasets, place)
         choices = search(study, datasets, infos, place, reporter)

@@ -50,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
     method(config.method)
     out = options.out or Path("pathsgd-train")
     datasets = loaded([config.dataset], options)
-    place = place_of(options, datasets, config.hidden, [config.method], out, keep_checkpoints=True)
+    place = place_of(options, datasets, config, [config.method], out, keep_checkpoints=True)
     config = dataclasses.replace(config, data=checksum(datasets[config.dataset]))
-    problem = problem_of(datasets[config.dataset], config, place.device)
     with reporting(options, out) as reporter:
+        problem = problem_of(datasets[config.dataset], config, place.device)
         reporter.phase(method(config.method).label, config.epochs)
 
         def watch(run: Run, line: Line) -> None:
@@ -61,10 +61,10 @@ def run(options: argparse.Namespace) -> int:
             reporter.say(described(line))
 
         before = Folder(place.runs, config).recorded()
+        if before is None:
+            note(place.runs / config.name / "manifest.json", place.device)
         ended = execute(config, problem, place.runs, watch, place.habits)
         reporter.ended(ended)
-        if before != ended:
-            note(place.runs / config.name / "manifest.json", place.device)
     print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {described(ended.lines[-1])}")
     print(f"{'recorded before' if before == ended else 'recorded'} in {place.runs / config.name}")
     return 1 if ended.status == "diverged" else 0

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
 from pathsgd.paper.experiment.record import Folder, Line, Recorded
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
 from pathsgd.paper.experiment.study import Study, carried_on
-from pathsgd.paper.experiment.training import architecture
+from pathsgd.paper.experiment.training import architecture, traced
 
 Datasets = dict[str, Dataset]
 
@@ -96,7 +96,11 @@ def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, Dat
                 "(--out), or --replace it: its runs stay, and those in common are not run again"
             )
         # What another study came to must not be taken for what this one will.
-        for name in ("choices.json", "claims.json", "cost.json", "report.html"):
+        stale = ["choices.json", "claims.json", "cost.json", "report.html"]
+        checksums = {name: info.checksum for name, info in infos.items()}
+        if all(Folder(place.runs, run).recorded() is None for run in study.searches(checksums)):
+            stale.append("manifest.json")
+        for name in stale:
             (place.out / name).unlink(missing_ok=True)
     for name, content in head.items():
         store.write_json(place.out / name, content)
@@ -172,6 +176,9 @@ def _execute_all(
 ) -> dict[Run, Recorded]:
     if any(Folder(place.runs, run).recorded() is None for run in runs):
         note(place.out / "manifest.json", place.device)
+    for run in runs:
+        data = datasets[run.dataset]
+        traced(run.net, data.shape, run.hidden, data.classes)
     problems = Problems(datasets, place.device)
     stopping = threading.Event()
 
@@ -191,6 +198,9 @@ def _execute_all(
     with ThreadPoolExecutor(place.lanes) as pool:
         waiting = [pool.submit(one, run) for run in runs]
         try:
+            wait(waiting, return_when=FIRST_EXCEPTION)
+            for failed in (future for future in waiting if future.done() and future.exception()):
+                failed.result()
             return {run: future.result() for run, future in zip(runs, waiting, strict=True)}
         except BaseException:
             stopping.set()

@@ -51,7 +51,7 @@ class Run:
     )
     p: float = option(2.0, "order of the path norm")
     centre: bool = option(True, "subtract the training mean from every input feature")
-    tf32: bool = option(False, "let matrix products on a GPU round their inputs to tf32")
+    tf32: bool = option(False, "let products and convolutions on a GPU round their inputs to tf32")
     grace: int = option(
         0, "stop after so many epochs if the error is then not below 90% of guessing (0: never)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import pathsgd
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
 
@@ -24,13 +26,15 @@ Manifest = dict[str, Any]
 def note(path: Path, device: torch.device) -> None:
     """Adds how and where this process trains to the list in a file, unless it is there."""
     own = manifest(device)
-    noted = read(path) if path.exists() else []
+    noted = read(path)
     if not any({**one, "written": own["written"]} == own for one in noted):
         store.write_json(path, [*noted, own])
 
 
 def read(path: Path) -> list[Manifest]:
-    """Of every process that trained some of the runs."""
+    """Of every process that trained some of the runs, as far as it was noted."""
+    if not path.exists():
+        return []
     found = store.read_json(path)
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise PathError(f"{path}: expected a list of objects")
@@ -43,6 +47,7 @@ def manifest(device: torch.device) -> Manifest:
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["pathsgd", *sys.argv[1:]]),
         "revision": _revision(),
+        "source": _source(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "system": f"{platform.system()} {platform.machine()}",
@@ -56,6 +61,15 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _source() -> str:
+    """A checksum of the package's own files: a revision with changes may be any."""
+    package = Path(pathsgd.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _revision() -> str | None:

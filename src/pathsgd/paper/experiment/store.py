@@ -47,10 +47,14 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, encoded(value))
 
 
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
 def read_json(path: Path) -> Any:
     """What :func:`write_json` wrote."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), parse_constant=_refused)
     except FileNotFoundError:
         raise PathError(f"{path} is not there") from None
     except (ValueError, RecursionError) as error:

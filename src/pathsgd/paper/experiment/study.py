@@ -46,7 +46,7 @@ class Study:
     repeats: int = option(1, "final runs of each kind, with other seeds each time")
     p: float = option(2.0, "order of the path norm")
     centre: bool = option(True, "subtract the training mean from every input feature")
-    tf32: bool = option(False, "let matrix products on a GPU round their inputs to tf32")
+    tf32: bool = option(False, "let products and convolutions on a GPU round their inputs to tf32")
     early_stop: bool = option(
         True,
         "stop a search run whose validation error after a third of its epochs is not below 90% of guessing; "

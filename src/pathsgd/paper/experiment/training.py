@@ -23,7 +23,7 @@ from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.networks import conv_net, initialise, stack
 
 SET_UP = threading.Lock()
-"""Networks are traced, and steps captured, by one thread at a time: torch keeps global state meanwhile."""
+"""Steps are captured by one thread at a time: torch keeps global state meanwhile."""
 Shape = tuple[int, ...]
 EVALUATED = 10_000
 """Points evaluated at a time."""
@@ -38,9 +38,8 @@ class Measured(NamedTuple):
 
 def network_of(run: Run, problem: Problem) -> tuple[nn.Sequential, PathGraph]:
     """As it is before the first step, on the CPU, and its paths."""
-    with SET_UP:
-        model = architecture(run.net, problem.shape, run.hidden, problem.classes)
-        graph = _traced(run.net, problem.shape, run.hidden, problem.classes)
+    model = architecture(run.net, problem.shape, run.hidden, problem.classes)
+    graph = traced(run.net, problem.shape, run.hidden, problem.classes)
     initialise(model, torch.Generator().manual_seed(run.seed.init))
     if run.init != "balanced":
         generator = torch.Generator().manual_seed(run.seed.rescaling)
@@ -54,9 +53,13 @@ def architecture(net: Net, shape: Shape, hidden: Shape, classes: int) -> nn.Sequ
     return stack(math.prod(shape), *hidden, classes)
 
 
-@functools.lru_cache(maxsize=4)
-def _traced(net: Net, shape: Shape, hidden: Shape, classes: int) -> PathGraph:
-    """One graph for all networks that are built alike: tracing takes longer than an epoch of a small one."""
+@functools.cache
+def traced(net: Net, shape: Shape, hidden: Shape, classes: int) -> PathGraph:
+    """One graph for all networks that are built alike: tracing takes longer than an epoch of a small one.
+
+    Not beside other runs: meanwhile torch changes settings of the whole process, and with them how products
+    are rounded.
+    """
     return trace(architecture(net, shape, hidden, classes), torch.zeros(1, math.prod(shape)))
 
 

@@ -106,8 +106,8 @@ def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int,
     curves = {cell: curve_of(runs, column, last) for cell, runs in cells.items() if runs}
     curves = {cell: curve for cell, curve in curves.items() if curve.mean}
     shown = _range(curves, cells, column, last)
-    notes = [f"{label_of(cell)}: no step size ended well" for cell, runs in cells.items() if not runs]
-    notes = notes if column == "train_loss" else []
+    lost = [cell for cell, runs in cells.items() if not runs and column == "train_loss"]
+    notes = _named([f"{label_of(cell)}: no step size ended well" for cell in lost], "without a step size")
     beyond: list[str] = []
     for k, (cell, curve) in enumerate(curves.items()):
         look = look_of(cell, quiet, is_traced(cell, cells))
@@ -121,15 +121,18 @@ def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int,
     axes.xaxis.get_major_locator().set_params(integer=True)
     if column != "train_loss":
         _percent_axis(axes)
-    notes += beyond if len(beyond) <= NAMED else [f"{len(beyond)} curves beyond \u2191"]
+    notes += _named(beyond, "curves beyond \u2191")
     clean(axes)
     # Above the panel: inside, whatever is up there would run through it.
-    lines = ["    ".join(notes[k : k + 2]) for k in range(0, len(notes), 2)]
     axes.annotate(
-        "\n".join(lines), (1, 1), (0, 2), "axes fraction", "offset points", ha="right", va="bottom",
+        "\n".join(notes), (1, 1), (0, 2), "axes fraction", "offset points", ha="right", va="bottom",
         fontsize=7, color="0.25", linespacing=1.35,
     )  # fmt: skip
-    return len(lines)
+    return len(notes)
+
+
+def _named(notes: list[str], many: str) -> list[str]:
+    return notes if len(notes) <= NAMED else [f"{len(notes)} {many}"]
 
 
 def _range(curves: dict[Cell, Curve], cells: dict[Cell, list[Recorded]], column: str, last: int) -> Range:

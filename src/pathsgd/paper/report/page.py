@@ -66,7 +66,8 @@ def _lede(results: Results) -> str:
     kind = "a convolutional network" if study.net == "conv" else "hidden layers"
     net = f"{kind} of {', '.join(map(str, study.hidden))} ReLU units"
     runs = sum(map(len, results.finals.values()))
-    device = " and ".join(dict.fromkeys(str(one.get("device", "?")) for one in results.manifests))
+    devices = dict.fromkeys(str(one.get("device", "?")) for one in results.manifests)
+    device = " and ".join(devices) or "a device that was not recorded"
     return (
         f"{methods}, compared as in the Path-SGD paper of Neyshabur, Salakhutdinov and Srebro (2015): {net}, "
         f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs on {device}."

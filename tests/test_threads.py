@@ -1,0 +1,53 @@
+"""What torch keeps for the whole process is as it was, whatever threads do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from pathsgd import trace
+from pathsgd.geometry import precision
+from pathsgd.paper.networks import stack
+
+
+@pytest.fixture(autouse=True)
+def often():
+    """Threads change all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def settings():
+    kinds = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)
+    return [kind.fp32_precision for kind in kinds], torch._C._get_cudnn_benchmark()
+
+
+def test_settings_are_put_back_by_the_last_thread():
+    before = settings()
+
+    def work(_):
+        for _ in range(100):
+            with precision._SETTINGS:
+                time.sleep(0)
+                assert settings() == (["ieee", "ieee"], True)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert settings() == before
+
+
+def test_networks_can_be_traced_by_several_threads():
+    before = torch._C._get_mkldnn_enabled()
+    widths = [(4, 8, 3), (5, 9, 2), (6, 7, 4)]
+    with ThreadPoolExecutor(3) as pool:
+        graphs = list(pool.map(lambda own: trace(stack(*own), torch.zeros(1, own[0])), 3 * widths))
+    assert [str(graph) for graph in graphs] == [
+        str(trace(stack(*own), torch.zeros(1, own[0]))) for own in 3 * widths
+    ]
+    assert torch._C._get_mkldnn_enabled() == before
