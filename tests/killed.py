@@ -15,7 +15,7 @@ import time
 import torch
 
 from pathsgd.paper import cli
-from pathsgd.paper.experiment.training import _traced
+from pathsgd.paper.experiment.training import traced
 
 SWEEP = [
     "sweep", "--methods", "sgd", "path-momentum", "--inits", "unbalanced", "--dropouts", "0", "0.5",
@@ -33,7 +33,7 @@ def start(out: str) -> int:
 
 def main(out: str, kills: int, seed: int) -> int:
     torch.set_num_threads(1)
-    _traced("mlp", (1, 8, 8), (24, 24), 10)
+    traced("mlp", (1, 8, 8), (24, 24), 10)
     chance = random.Random(seed)
     killed = 0
     while killed < kills:

@@ -240,7 +240,7 @@ def test_a_full_disk(tmp_path):
     assert (done.returncode, done.stderr) == (1, "pathsgd: [Errno 27] File too large\n")
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "result.json").exists()
-    assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.jsonl"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "manifest.json", "metrics.jsonl"}
     assert command(*arguments) == 0
 
 

@@ -37,7 +37,8 @@ def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits
     if found is not None and (not habits.keep_checkpoints or folder.checkpoint.exists()):
         folder.tidy(habits.keep_checkpoints)
         return found
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
+    if problem.train_x.is_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
     with own_streams(problem.train_x.device) as recording:
         start = time.monotonic()
         training = Training(run, problem, recording)
