@@ -23,6 +23,7 @@ from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import problem_of
 from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Training
+from pathsgd.paper.machine import name_of
 
 
 def like_cifar() -> Dataset:
@@ -89,9 +90,9 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     if options.json is not None:
-        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         options.json.write_text(
-            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+            json.dumps({"machine": name_of(device), "torch": torch.__version__, "rows": rows}, indent=1)
+            + "\n"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pathsgd.paper.comparison import PATH, RIVALS, compared_on
 from pathsgd.paper.cost import Cost
+from pathsgd.paper.data.dataset import called
 from pathsgd.paper.evidence import Spread, alike, gaps, last
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.results import Results
@@ -75,7 +76,7 @@ def _not_run(results: Results, names: Sequence[str], inits: Sequence[str] = ("ba
 
 
 def _where(dataset: str, dropout: float) -> str:
-    return dataset.split("=")[0] + (f", dropout {dropout:g}" if dropout else "")
+    return called(dataset) + (f", dropout {dropout:g}" if dropout else "")
 
 
 def _same_curves(results: Results) -> Claim:

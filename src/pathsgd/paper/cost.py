@@ -15,6 +15,7 @@ from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.results import DataInfo
 from pathsgd.paper.experiment.study import Study
 from pathsgd.paper.experiment.training import architecture
+from pathsgd.paper.machine import name_of
 from pathsgd.paper.options import from_json
 
 SECONDS = 1.5
@@ -47,12 +48,8 @@ def measured(study: Study, info: DataInfo, device: torch.device) -> Cost:
     )
     rows, _ = measure(setting, (BASELINE, "PathSGD"), SECONDS, 1.0, device)
     sgd, path = (row.train_us for row in rows)
-    machine = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"a CPU, threads: {torch.get_num_threads()}"
-    )
-    return Cost(name, machine, sgd, path)
+    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return Cost(name, name_of(device) + threads, sgd, path)
 
 
 def write(cost: Cost, out: Path) -> None:

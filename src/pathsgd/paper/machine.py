@@ -1,4 +1,4 @@
-"""How a machine is shared out: threads of one run, and runs at a time."""
+"""The machine: its devices, how products are rounded there, and how it is shared out among runs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def device_of(name: str | None) -> torch.device:
     except Exception as error:  # whatever a backend that is not there raises
         raise PathError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def allow_tf32(allowed: bool) -> None:
+    """In products and convolutions on GPUs, for the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch._C._set_cudnn_allow_tf32(allowed)  # torch.backends.cudnn may have been frozen
 
 
 def weights_of(features: int, hidden: tuple[int, ...], classes: int) -> int:

@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Line, Recorded
+from pathsgd.paper.experiment.results import describe
 
 
 class Progress:
@@ -65,6 +65,4 @@ class Progress:
 
 
 def _short(run: Run) -> str:
-    dropout = f", dropout {run.dropout:g}" if run.dropout else ""
-    name = f"{run.dataset.split('=')[0]}, {method(run.method).label}, {run.init}{dropout}"
-    return f"{name}, step size {run.step_size:g}, seed {run.seed.init}"
+    return f"{describe(run)}, step size {run.step_size:g}, seed {run.seed.init}"

@@ -16,7 +16,7 @@ from pathsgd.errors import PathError
 from pathsgd.paper.bench.measure import Row, Setting, measure
 from pathsgd.paper.bench.methods import BASELINE, METHODS, SWEPT
 from pathsgd.paper.bench.timing import bytes_per_us
-from pathsgd.paper.machine import device_of
+from pathsgd.paper.machine import device_of, name_of
 from pathsgd.paper.networks import small_image_resnet, stack
 
 HELP = "what a step costs, beside torch's optimizers"
@@ -70,9 +70,9 @@ def _measured(options: argparse.Namespace) -> tuple[dict[str, str], list[Row]]:
     on_gpu = device.type == "cuda"
     seconds = options.seconds or (0.5 if on_gpu else 6.0)
     speed = bytes_per_us(device)
-    machine = torch.cuda.get_device_name(device) if on_gpu else (
-        f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
-    )  # fmt: skip
+    machine = name_of(device)
+    if not on_gpu:
+        machine += f", {torch.get_num_threads()} threads, {platform.machine()}"
     head = {"machine": machine, "torch": torch.__version__, "copy_TB_per_s": f"{speed / 1e6:.3f}"}
     rows: list[Row] = []
     for setting in settings(on_gpu, options.quick, options.sweep):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pathsgd.paper.bench.methods import BASELINE, HEAVY, METHODS, Steps
 from pathsgd.paper.bench.timing import Run, captured, median_us
+from pathsgd.paper.machine import allow_tf32
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ def _round(setting: Setting, methods: Sequence[str], seconds: float, device: tor
     eager: dict[str, Run] = {}
     alive: list[object] = []  # a captured graph does not keep what it works on
     failed = []
-    torch.backends.cuda.matmul.allow_tf32 = setting.tf32
-    torch._C._set_cudnn_allow_tf32(setting.tf32)  # torch.backends.cudnn may have been frozen
+    allow_tf32(setting.tf32)
     for name in methods:
         torch.manual_seed(0)
         model = setting.make().to(device)

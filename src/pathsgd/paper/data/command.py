@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import Dataset, dimensionality
+from pathsgd.paper.data.dataset import TABLE_1, Dataset, dimensionality
 from pathsgd.paper.data.find import find
 from pathsgd.paper.data.load import absent, default_data_dir, load
 from pathsgd.paper.data.sources import SOURCES
@@ -105,8 +105,7 @@ def row(data: Dataset) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     keys = ("title", "dimensionality", "classes", "train", "test")
-    head = ("data set", "dimensionality", "classes", "training set", "test set")
-    return aligned([head, *(tuple(str(r[key]) for key in keys) for r in rows)], "<<>>>")
+    return aligned([TABLE_1, *(tuple(str(r[key]) for key in keys) for r in rows)], "<<>>>")
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

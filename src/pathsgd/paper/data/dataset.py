@@ -14,6 +14,15 @@ Split = tuple[Tensor, Tensor]
 """Inputs (n, features) and labels (n,) int64."""
 
 
+def called(dataset: str) -> str:
+    """Of ``name=path.npz`` the name; others are named as they are asked for.
+
+    >>> called("mine=data/features.npz"), called("mnist")
+    ('mine', 'mnist')
+    """
+    return dataset.partition("=")[0]
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Inputs are rows; ``scaled`` makes any of them, a batch or all, ready for a network.
@@ -70,6 +79,10 @@ class Dataset:
     def test(self) -> Split:
         """All test inputs, scaled, and their labels."""
         return self.scaled(self.test_x), self.test_y
+
+
+TABLE_1 = ("data set", "dimensionality", "classes", "training set", "test set")
+"""The head of the paper's table."""
 
 
 def dimensionality(shape: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import Dataset
+from pathsgd.paper.data.dataset import Dataset, called
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run
@@ -119,7 +119,7 @@ def _differing(path: Path, content: dict[str, object]) -> list[str]:
         return [path.name]
     now = json.loads(store.encoded(content))
     names = [name for name in {**found, **now} if found.get(name) != now.get(name)]
-    return [f"data of {name.split('=')[0]}" if path.name == "data.json" else name for name in names]
+    return [f"data of {called(name)}" if path.name == "data.json" else name for name in names]
 
 
 def info_of(data: Dataset) -> DataInfo:
@@ -174,9 +174,10 @@ def _tried(run: Recorded) -> Tried:
 def _execute_all(
     runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
 ) -> dict[Run, Recorded]:
-    if any(Folder(place.runs, run).recorded() is None for run in runs):
+    missing = [run for run in runs if Folder(place.runs, run).recorded() is None]
+    if missing:
         note(place.out / "manifest.json", place.device)
-    for run in runs:
+    for run in missing:
         data = datasets[run.dataset]
         traced(run.net, data.shape, run.hidden, data.classes)
     problems = Problems(datasets, place.device)

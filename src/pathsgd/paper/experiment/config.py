@@ -12,6 +12,7 @@ from typing import Literal
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.scales import check_p
+from pathsgd.paper.data.dataset import called
 from pathsgd.paper.options import option
 
 Init = Literal["balanced", "unbalanced", "powers-of-two"]
@@ -72,7 +73,7 @@ class Run:
         """A folder's name: readable, and one for each configuration."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        data = re.sub(r"[^A-Za-z0-9_.-]", "_", self.dataset.split("=")[0])[:32]
+        data = re.sub(r"[^A-Za-z0-9_.-]", "_", called(self.dataset))[:32]
         dropout = f"-dropout{self.dropout:g}" if self.dropout else ""
         return f"{data}-{self.method}-{self.init}{dropout}-{self.step_size:g}-{self.evaluates}-{digest}"
 

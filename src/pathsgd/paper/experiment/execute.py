@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.experiment.record import Folder, Line, Recorded, Status
 from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Measured, Training
+from pathsgd.paper.machine import allow_tf32
 
 HOPELESS = 0.9
 """Of the error of guessing: a run that is not below it after its grace is stopped."""
@@ -38,7 +37,7 @@ def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits
         folder.tidy(habits.keep_checkpoints)
         return found
     if problem.train_x.is_cuda:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
+        allow_tf32(run.tf32)
     with own_streams(problem.train_x.device) as recording:
         start = time.monotonic()
         training = Training(run, problem, recording)

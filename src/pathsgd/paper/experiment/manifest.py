@@ -16,6 +16,7 @@ import torch
 import pathsgd
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
+from pathsgd.paper.machine import name_of
 
 PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
 
@@ -42,7 +43,6 @@ def read(path: Path) -> list[Manifest]:
 
 
 def manifest(device: torch.device) -> Manifest:
-    on_gpu = device.type == "cuda"
     return {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["pathsgd", *sys.argv[1:]]),
@@ -51,7 +51,7 @@ def manifest(device: torch.device) -> Manifest:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "system": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "device": name_of(device),
         "threads": torch.get_num_threads(),
     }
 

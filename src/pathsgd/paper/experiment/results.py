@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
+from pathsgd.paper.data.dataset import called
 from pathsgd.paper.experiment import manifest, store
+from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.manifest import Manifest
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Recorded, read
@@ -85,9 +87,9 @@ class Choice:
         )
 
 
-def describe(cell: Cell) -> str:
-    dropout = f", dropout {cell.dropout:g}" if cell.dropout else ""
-    return f"{cell.dataset.split('=')[0]}, {method(cell.method).label}, {cell.init}{dropout}"
+def describe(of: Cell | Run) -> str:
+    dropout = f", dropout {of.dropout:g}" if of.dropout else ""
+    return f"{called(of.dataset)}, {method(of.method).label}, {of.init}{dropout}"
 
 
 @dataclass(frozen=True)

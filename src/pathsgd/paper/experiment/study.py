@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pathsgd.errors import PathError
+from pathsgd.paper.data.dataset import called
 from pathsgd.paper.experiment.config import Init, Net, Run, Seeds
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.options import option
@@ -61,7 +62,7 @@ class Study:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise PathError(f"--{name.replace('_', '-')}: expected at least one, each once")
-        names = [name.split("=")[0] for name in self.datasets]
+        names = list(map(called, self.datasets))
         if len(set(names)) < len(names):
             raise PathError(f"--datasets: {', '.join(names)}: each needs a name of its own")
         if self.repeats < 1:
