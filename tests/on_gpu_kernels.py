@@ -37,6 +37,7 @@ WIDTHS = [(100, 257, 513, 10), (64, 128, 96, 80, 72, 10)]
 NORMALIZED = {
     "SGD, momentum, decay": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-3, "weight_decay": 0.1, "lr_decay": 0.1}),
+    "Adagrad, hardly any eps": (torch.optim.Adagrad, {"lr": 1e-3, "eps": 1e-20}),
     "Adam": (torch.optim.Adam, {"lr": 1e-4, "weight_decay": 0.1}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1, "fused": True}),
 }

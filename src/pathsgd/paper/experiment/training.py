@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pathsgd import trace, unbalance
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.paper.experiment.config import Net, Run
+from pathsgd.paper.experiment.dropout import dropped
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.networks import conv_net, initialise, stack
@@ -122,11 +123,10 @@ class Training:
         return before
 
     def _forward(self, x: Tensor) -> Tensor:
-        kept = 1 - self.run.dropout
         for layer in self.model:
             x = _product(layer, x) if isinstance(layer, nn.Linear) and x.is_cuda else layer(x)
-            if kept < 1 and isinstance(layer, nn.ReLU):
-                x = x * torch.empty_like(x).bernoulli_(kept, generator=self.drops).div_(kept)
+            if self.run.dropout > 0 and isinstance(layer, nn.ReLU):
+                x = dropped(x, self.run.dropout, self.drops)
         return x
 
     @torch.no_grad()

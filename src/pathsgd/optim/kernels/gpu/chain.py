@@ -18,15 +18,17 @@ from torch import Tensor
 from pathsgd.geometry.range import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.kernels.frame import Frame, plain_frame
-from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
+from pathsgd.optim.kernels.gpu.code import OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.kernels.gpu.layout import COLUMNS, layout_of
 from pathsgd.optim.kernels.gpu.recorded import Recorded
 from pathsgd.optim.kernels.layer import Launch, LayerTensors
 from pathsgd.optim.kernels.rule import Rule
 
 WARPS = 4
-ROWS = {0: 16, 1: 8, 2: 8}
-"""Of a block, by the numbers kept for a weight: more would not fit into the registers."""
+ROWS = {0: 8, 1: 4, 2: 4}
+"""Of a block, by the numbers kept for a weight: three at a time take up to 70 KB of shared memory."""
+QUICK_FROM = 2.0**-40
+"""The eps beside which a quick quotient is as good."""
 FINISHED = 128
 """Entries of a vector that a program finishes."""
 
@@ -94,6 +96,7 @@ class OnGpu:
         lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
         step, step_on_device = self._numbers(rule.step, bias_rule.step)
         gradient = layer.weight_grad if move else layer.weight
+        decay = rule.decay if rule.weight_decay or bias_rule.weight_decay else "none"
         layer_kernel[(layout.strips[k], triton.cdiv(layer.rows, layout.rows_each[k]))](
             layer.weight, gradient, *(*layer.weight_state, unused, unused)[:2],
             unused if layer.bias is None else layer.bias,
@@ -103,13 +106,15 @@ class OnGpu:
             self._into[k], layout.into[k].parts, self._out[k], layout.out[k].parts,
             self._into[k + 1] if into else unused, self._out[k - 1] if out else unused,
             layer.rows, layer.columns, layout.rows_each[k], *layer.weight.stride(), *gradient.stride(),
-            *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.sign, rule.momentum, rule.lr_decay,
+            *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.momentum, rule.lr_decay,
             first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
             frame.scale(k), frame.bias_scale(k), frame.into_factor(k) if into else 1.0,
             frame.bias_factor(k) if into else 1.0, frame.out_factor(k) if out else 1.0,
             LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
-            NESTEROV=rule.nesterov, DECAY=rule.decay, BIAS=layer.bias is not None, INTO=into, OUT=out,
-            P=self.p, ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, num_warps=WARPS,
+            NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
+            BIAS=layer.bias is not None, INTO=into, OUT=out,
+            OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
+            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:

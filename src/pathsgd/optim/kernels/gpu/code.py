@@ -12,6 +12,8 @@ SGD: tl.constexpr = tl.constexpr(0)
 MOMENTUM: tl.constexpr = tl.constexpr(1)
 ADAGRAD: tl.constexpr = tl.constexpr(2)
 ADAM: tl.constexpr = tl.constexpr(3)
+OUT_AT_ONCE: tl.constexpr = tl.constexpr(64)
+"""Parts of gamma_out that are loaded together."""
 
 
 @triton.jit
@@ -46,12 +48,28 @@ def _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD: tl.c
 
 
 @triton.jit
+def _quotient(a, square, correction, eps, QUICK: tl.constexpr):
+    """``a / (sqrt(square) correction + eps)``.
+
+    QUICK takes a third of the instructions, which a GPU notices here, and is exact to a few units in the last
+    place. Its root takes subnormal numbers for zero: beside an eps of 2^-40 that is lost in rounding.
+    """
+    if QUICK:
+        root = tl.rsqrt(tl.sqrt(square) * correction + eps)
+        return a * root * root
+    return a / (tl.sqrt_rn(square) * correction + eps)
+
+
+@triton.jit
 def _move(
-    w, g, m, v, scale, rate, correction, shrink, coupled, sign, momentum, first, rest_first, second,
-    rest_second, eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+    w, g, m, v, scale, rate, correction, shrink, coupled, momentum, first, rest_first, second, rest_second,
+    eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
+    QUICK: tl.constexpr,
 ):  # fmt: skip
     """(new weight, new state): the formulas of rule.py."""
-    h = sign * g * scale
+    h = g * scale
+    if MAXIMIZE:
+        h = -h
     live = scale > 0
     if DECAY == "coupled":
         h += coupled * tl.where(live, w / tl.where(live, scale, 1.0), 0.0)
@@ -63,11 +81,11 @@ def _move(
             h = m
     if METHOD == ADAGRAD:
         m = m + h * h
-        h = h / (tl.sqrt_rn(m) + eps)
+        h = _quotient(h, m, 1.0, eps, QUICK)
     if METHOD == ADAM:
         m = first * m + rest_first * h
         v = second * v + rest_second * (h * h)
-        h = m / (tl.sqrt_rn(v) * correction + eps)
+        h = _quotient(m, v, correction, eps, QUICK)
     if DECAY == "all":
         w = w * shrink
     if DECAY == "live":
@@ -76,11 +94,8 @@ def _move(
 
 
 @triton.jit
-def _update(
-    w_at, g_at, m_at, v_at, mask, scale, rate, correction, shrink, coupled, sign, momentum, first, rest_first,
-    second, rest_second, eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-):  # fmt: skip
-    """Moves weights or biases in place; returns them as they were stored, which rounds them."""
+def _loaded(w_at, g_at, m_at, v_at, mask, METHOD: tl.constexpr):
+    """(weight, gradient, state) of weights or biases."""
     w = tl.load(w_at, mask, 0.0)
     # Gradients are not looked at again: the cache is better kept for the weights.
     g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
@@ -89,28 +104,36 @@ def _update(
         m = tl.load(m_at, mask, 0.0).to(tl.float32)
     if METHOD == ADAM:
         v = tl.load(v_at, mask, 0.0).to(tl.float32)
-    moved, m, v = _move(
-        w.to(tl.float32), g, m, v, scale, rate, correction, shrink, coupled, sign, momentum, first,
-        rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
-    )  # fmt: skip
+    return w, g, m, v
+
+
+@triton.jit
+def _stored(w_at, m_at, v_at, mask, w, m, v, METHOD: tl.constexpr):
+    """The weights as they now lie there: storing rounds them."""
     if METHOD != SGD:
         tl.store(m_at, m.to(m_at.dtype.element_ty), mask)
     if METHOD == ADAM:
         tl.store(v_at, v.to(v_at.dtype.element_ty), mask)
-    stored = moved.to(w.dtype)
+    stored = w.to(w_at.dtype.element_ty)
     tl.store(w_at, stored, mask)
     return stored.to(tl.float32)
 
 
 @triton.jit
+def _some(parts, start, count, length, at, mask, AT_ONCE: tl.constexpr):
+    """The sum of so many parts of a vector."""
+    r = start + tl.arange(0, AT_ONCE)
+    return tl.sum(
+        tl.load(parts + r[:, None] * length + at[None, :], (r < count)[:, None] & mask[None, :], 0.0), 0
+    )
+
+
+@triton.jit
 def _total(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
     """The sum of the parts of a vector, several loads in flight."""
-    part = tl.arange(0, AT_ONCE)
     total = tl.zeros(at.shape, tl.float32)
     for start in range(0, count, AT_ONCE):
-        r = start + part
-        tile = tl.load(parts + r[:, None] * length + at[None, :], (r < count)[:, None] & mask[None, :], 0.0)
-        total += tl.sum(tile, 0)
+        total += _some(parts, start, count, length, at, mask, AT_ONCE)
     return total
 
 
@@ -120,10 +143,11 @@ def layer_kernel(
     next_into, next_into_parts, next_out, next_out_parts, row_parts, column_parts,
     rows, columns, rows_each, w_row, w_column, g_row, g_column,
     lr_value, lr_ptr, bias_lr_value, bias_lr_ptr, step_value, step_ptr, bias_step_value, bias_step_ptr,
-    weight_decay, bias_weight_decay, sign, momentum, lr_decay, first, rest_first, log_first,
+    weight_decay, bias_weight_decay, momentum, lr_decay, first, rest_first, log_first,
     second, rest_second, log_second, eps, frame_scale, bias_scale, into_factor, bias_factor, out_factor,
     LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
-    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, QUICK: tl.constexpr,
+    BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, OUT_ROUNDS: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0), tl.program_id(1)
@@ -142,47 +166,63 @@ def layer_kernel(
     if INTO:
         into = _total(next_into, next_into_parts, columns, n, n_mask, 8)
     if OUT:
-        # Added up over the rows of a block only at the end: that takes all threads together.
-        column_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        column_sums = tl.zeros((COLUMNS,), tl.float32)
     first_row = share * rows_each
     last_row = tl.minimum(first_row + rows_each, rows)
-    # One stage: nothing is gained by copies to shared memory ahead of time.
-    for start in tl.range(first_row, last_row, ROWS, num_stages=1):
+    bias_end = tl.where(strip == 0, last_row, 0)  # biases are left to the first strip
+    # Three stages: while a block is computed, the next two are copied to shared memory. Blocks are different
+    # rows, so nothing is copied that is still to be written.
+    for start in tl.range(first_row, last_row, ROWS, num_stages=3):
         r = start + tl.arange(0, ROWS)
         r_mask = r < last_row
         mask = r_mask[:, None] & n_mask[None, :]
+        bias_mask = r < bias_end
         w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
+        state_at = r[:, None].to(tl.int64) * columns + n[None, :]
+        # All that a block needs is asked for before any of it is used: it is waited for once.
         if MOVE:
-            head = tl.load(inverse_out + r, r_mask, 0.0)
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
-            state_at = r[:, None].to(tl.int64) * columns + n[None, :]
-            w = _update(
-                w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask,
-                (head * frame_scale)[:, None] * tail[None, :], rate, correction, shrink, weight_decay, sign,
-                momentum, first, rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
-            )  # fmt: skip
+            w, g, m, v = _loaded(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
+            head = tl.load(inverse_out + r, r_mask, 0.0)
+            if BIAS:
+                bias, bias_g, bias_m, bias_v = _loaded(
+                    bias_ptr + r, bias_g_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, METHOD
+                )
         else:
             w = tl.load(w_at, mask, 0.0).to(tl.float32)
-        if BIAS and strip == 0:
-            if MOVE:
-                bias = _update(
-                    bias_ptr + r, bias_g_ptr + r, bias_m_ptr + r, bias_v_ptr + r, r_mask, head * bias_scale,
-                    bias_rate, bias_correction, bias_shrink, bias_weight_decay, sign, momentum, first,
-                    rest_first, second, rest_second, eps, METHOD, NESTEROV, DECAY,
+            if BIAS:
+                bias = tl.load(bias_ptr + r, bias_mask, 0.0).to(tl.float32)
+        if OUT:
+            # Not a loop: one in which there is another is not staged.
+            out = _some(next_out, 0, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
+            for k in tl.static_range(1, OUT_ROUNDS):
+                out += _some(next_out, k * OUT_AT_ONCE, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
+        if MOVE:
+            w, m, v = _move(
+                w.to(tl.float32), g, m, v, (head * frame_scale)[:, None] * tail[None, :], rate, correction,
+                shrink, weight_decay, momentum, first, rest_first, second, rest_second, eps, METHOD,
+                NESTEROV, DECAY, MAXIMIZE, QUICK,
+            )  # fmt: skip
+            w = _stored(w_at, m_ptr + state_at, v_ptr + state_at, mask, w, m, v, METHOD)
+            if BIAS:
+                bias, bias_m, bias_v = _move(
+                    bias.to(tl.float32), bias_g, bias_m, bias_v, head * bias_scale, bias_rate,
+                    bias_correction, bias_shrink, bias_weight_decay, momentum, first, rest_first, second,
+                    rest_second, eps, METHOD, NESTEROV, DECAY, MAXIMIZE, QUICK,
                 )  # fmt: skip
-            else:
-                bias = tl.load(bias_ptr + r, r_mask, 0.0).to(tl.float32)
-            if INTO:
-                # One part more than there are strips.
-                tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias * bias_factor, P), r_mask)
+                bias = _stored(
+                    bias_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, bias, bias_m, bias_v, METHOD
+                )
         edges = tl.where(mask, _power(w, P), 0.0)
         if INTO:
             tl.store(row_parts + strip * rows + r, tl.sum(edges * into[None, :], 1) * into_factor, r_mask)
+            if BIAS:
+                # One part more than there are strips.
+                tl.store(row_parts + tl.num_programs(0) * rows + r, _power(bias * bias_factor, P), bias_mask)
         if OUT:
-            out = _total(next_out, next_out_parts, rows, r, r_mask, 64)
-            column_sums += edges * out[:, None]
+            column_sums += tl.sum(edges * out[:, None], 0)
     if OUT:
-        tl.store(column_parts + share * columns + n, tl.sum(column_sums, 0) * out_factor, n_mask)
+        tl.store(column_parts + share * columns + n, column_sums * out_factor, n_mask)
 
 
 @triton.jit
