@@ -12,7 +12,7 @@ def dropped(x: Tensor, probability: float, generator: torch.Generator) -> Tensor
     """Each entry is zero with this probability, and divided by that of the others otherwise."""
     kept = 1 - probability
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(kept, generator=generator)
-    return _Masked.apply(x, mask, 1 / kept)
+    return _Masked.apply(x, mask, 1 / kept)  # type: ignore[no-untyped-call]
 
 
 class _Masked(torch.autograd.Function):
