@@ -27,8 +27,8 @@ from pathsgd.optim.kernels.rule import Rule
 WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
 """Of a block, by the numbers kept for a weight: three at a time take up to 70 KB of shared memory."""
-QUICK_FROM = 2.0**-40
-"""The eps beside which a quick quotient is as good."""
+QUICK_FROM = 2.0**-34
+"""The eps beside which a quick quotient is as good; torch's are larger."""
 FINISHED = 128
 """Entries of a vector that a program finishes."""
 

@@ -52,7 +52,7 @@ def _quotient(a, square, correction, eps, QUICK: tl.constexpr):
     """``a / (sqrt(square) correction + eps)``.
 
     QUICK takes a third of the instructions, which a GPU notices here, and is exact to a few units in the last
-    place. Its root takes subnormal numbers for zero: beside an eps of 2^-40 that is lost in rounding.
+    place. Its root takes subnormal squares for zero, of which nothing is left beside an eps that is not tiny.
     """
     if QUICK:
         root = tl.rsqrt(tl.sqrt(square) * correction + eps)
