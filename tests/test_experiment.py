@@ -17,6 +17,7 @@ from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run, Seeds
+from pathsgd.paper.experiment.dropout import dropped
 from pathsgd.paper.experiment.execute import Habits, execute
 from pathsgd.paper.experiment.manifest import note, read
 from pathsgd.paper.experiment.methods import METHODS
@@ -170,6 +171,19 @@ def test_seeds_are_apart_from_each_other(problem):
     assert torch.equal(points()[0], points(init=1, dropout=1)[0])
     assert not torch.equal(points()[0], points(order=1)[0])
     assert not torch.equal(points()[1], points(dropout=1)[1])
+
+
+def test_dropout_drops_and_scales_forward_and_backward_by_its_own_generator():
+    x = torch.rand(100, 200) + 1
+    x.requires_grad_()
+    before = torch.get_rng_state()
+    dropped_x = dropped(x, 0.2, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    kept = dropped_x != 0
+    assert abs(kept.float().mean().item() - 0.8) < 0.01
+    torch.testing.assert_close(dropped_x[kept], x[kept] / 0.8)
+    dropped_x.sum().backward()
+    torch.testing.assert_close(x.grad, kept / 0.8)
 
 
 def test_the_unbalanced_network_is_the_same_function(problem):
