@@ -187,4 +187,4 @@ def test_evidence(study):
     assert spread([0.01, 0.03]).percent() == "2.00% (1.00 to 3.00)"
     assert spread([0.01, float("nan")]).percent() == "1 of 2 diverged"
     assert spread([float("nan")]).plain() == "diverged"
-    assert spread([]).plain() == "no step size ended well"
+    assert spread([]).plain() == "none (no step size ended well)"

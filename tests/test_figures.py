@@ -61,7 +61,14 @@ def test_one_method_twice_gives_the_same_bytes(tmp_path):
         content.append([path.read_bytes() for path in [*drawn, folder / "report.html"]])
     assert content[0] == content[1]
     assert compared(results) is None
-    assert "Not run" in caption("figure1", results)
+    assert "Nothing to show" in caption("figure1", results)
+
+
+def test_the_legend_has_a_cross_only_where_one_is_drawn(tmp_path):
+    results = fake_study(tmp_path, methods=("sgd",), diverged={("sgd", "unbalanced", 0): 4})
+    for last, expected in ((3, False), (12, True)):
+        (legend,) = draw_learning(results, "Figure 2", dropout=False, last=last).legends
+        assert any("diverged" in text.get_text() for text in legend.get_texts()) is expected
 
 
 def test_a_study_where_nothing_ended_well_is_drawn(tmp_path):

@@ -60,6 +60,10 @@ def test_the_study(study, capsys):
     assert before == files(study, "*.jsonl", "*.svg", "*.png", "report.html")
     assert "1. HELD: Path-SGD started balanced and unbalanced" in printed
     assert f"report:  {study / 'report.html'}" in printed
+    assert command("reproduce", *(a for a in TINY if a != "--quiet"), *SOME, "--out", study) == 0
+    printed = capsys.readouterr().out
+    assert "final runs: 5 of 5 done before" in printed
+    assert "epochs at most" not in printed
 
 
 def test_lanes_change_nothing(study, tmp_path):
@@ -158,7 +162,9 @@ def test_errors_of_one_line(tmp_path, capsys, study):
         capsys, "reproduce", "--methods", "sdg", "--out", tmp_path / "a"
     )
     assert "no data set is called 'minst'" in refused(capsys, "train", "--dataset", "minst")
-    assert "Not a directory" in refused(capsys, "train", "--hidden", 4, "--out", taken / "x")
+    for folder in (taken, taken / "x"):
+        assert "is not a folder" in refused(capsys, "train", "--hidden", 4, "--out", folder)
+    assert "checkpoint-seconds" in refused(capsys, "train", "--checkpoint-seconds", -1)
     assert "cannot be used" in refused(capsys, "train", "--device", "cuda:77", "--out", tmp_path / "a")
     assert "cannot be used" in refused(capsys, "train", "--device", "toaster", "--out", tmp_path / "a")
     assert "Invalid step size" in refused(capsys, "train", "--step-size", "-1", "--out", tmp_path / "a")
@@ -237,8 +243,9 @@ def test_a_full_disk(tmp_path):
         [sys.executable, "-c", program, *arguments], preexec_fn=limited, capture_output=True, text=True,
         timeout=120, check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "pathsgd: [Errno 27] File too large\n")
     (folder,) = (tmp_path / "runs").iterdir()
+    said = f"pathsgd: {folder / 'checkpoint.pt'}: File too large\n"
+    assert (done.returncode, done.stderr) == (1, said)
     assert not (folder / "result.json").exists()
     assert {path.name for path in folder.iterdir()} == {"config.json", "manifest.json", "metrics.jsonl"}
     assert command(*arguments) == 0

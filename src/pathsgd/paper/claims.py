@@ -107,7 +107,10 @@ def _same_curves(results: Results) -> Claim:
                 )
         weighed.add(text, all(agree), counts=cell.method == PATH)
     text = "Path-SGD started balanced and unbalanced gives the same curves"
-    text += f" (apart by at most {100 * CLOSE:g} points of test error and {CLOSE_PART:.0%} in the mean)."
+    text += (
+        f" (in the mean over the epochs apart by at most {100 * CLOSE:g} points and {CLOSE_PART:.0%} of the "
+    )
+    text += f"test error, and by {CLOSE_PART:.0%} of the training loss)."
     return weighed.claim(1, text, _not_run(results, [PATH], ["balanced", "unbalanced"]))
 
 
@@ -129,7 +132,7 @@ def _unbalance_hurts(results: Results) -> Claim:
                     counts=not math.isnan(errors[0].mean),  # else there is nothing to hurt
                 )
     text = "Unbalanced initialisation hurts SGD and AdaGrad considerably"
-    text += f" ({HURT:g} times the test error or {HURT_LOSS:g} times the training loss, or more)."
+    text += f" ({HURT:g} times the test error; or a higher one, and {HURT_LOSS:g} times the training loss)."
     return weighed.claim(2, text, _not_run(results, RIVALS, ["balanced", "unbalanced"]))
 
 

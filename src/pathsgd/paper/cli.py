@@ -58,10 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (PathError, OSError) as error:
-        print(f"pathsgd: {error}", file=sys.stderr)
+        print(f"pathsgd: {_said(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 if __name__ == "__main__":

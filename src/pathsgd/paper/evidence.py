@@ -34,7 +34,7 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     lost = sum(map(math.isnan, values))
     if lost or not values:
-        text = "no step size ended well" if not values else f"{lost} of {len(values)} diverged"
+        text = "none (no step size ended well)" if not values else f"{lost} of {len(values)} diverged"
         return Spread(math.nan, math.nan, math.nan, text if len(values) != 1 else "diverged")
     return Spread(statistics.fmean(values), min(values), max(values))
 

@@ -23,13 +23,14 @@ class Progress:
         self.close()
         if self.quiet:
             return
+        length = f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}"
         if not sys.stderr.isatty():
-            self.say(f"{title}: {epochs} epochs at most")
+            self.say(length)
             return
         try:
             from tqdm import tqdm  # type: ignore[import-untyped]
         except ImportError:
-            self.say(f"{title}: {epochs} epochs at most")
+            self.say(length)
             return
         self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
 

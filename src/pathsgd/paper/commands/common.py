@@ -38,7 +38,6 @@ def study_of(options: argparse.Namespace) -> Study:
 def add_place(parser: argparse.ArgumentParser, out: str) -> None:
     group = parser.add_argument_group("where and how")
     group.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the results (default: {out})")
-    group.add_argument("--replace", action="store_true", help="let this study replace another in that folder")
     group.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="folder of the data sets: see `pathsgd data`"
     )
@@ -47,15 +46,23 @@ def add_place(parser: argparse.ArgumentParser, out: str) -> None:
         "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
     )
     group.add_argument(
-        "--lanes", type=int, metavar="N",
-        help="runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)",
-    )  # fmt: skip
-    group.add_argument(
         "--checkpoint-seconds", type=float, default=30.0, metavar="S",
         help="save a run every so often; an interrupted one goes on from there (default: 30)",
     )  # fmt: skip
     group.add_argument("--tensorboard", action="store_true", help="also write the numbers for TensorBoard")
     group.add_argument("--quiet", action="store_true", help="print results only")
+    parser.set_defaults(lanes=None, replace=False)
+
+
+def add_study_place(parser: argparse.ArgumentParser, out: str) -> None:
+    """Also what only a study of many runs has."""
+    add_place(parser, out)
+    group = parser.add_argument_group("a study's runs")
+    group.add_argument("--replace", action="store_true", help="let this study replace another in its folder")
+    group.add_argument(
+        "--lanes", type=int, metavar="N",
+        help="runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)",
+    )  # fmt: skip
 
 
 def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
@@ -67,6 +74,8 @@ def place_of(
     out: Path, keep_checkpoints: bool = False,
 ) -> Place:  # fmt: skip
     device = device_of(options.device)
+    if not options.checkpoint_seconds >= 0:
+        raise PathError(f"Invalid --checkpoint-seconds: {options.checkpoint_seconds} (at least 0)")
     weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
     check_memory(device, weights)
     if config.tf32 and (options.lanes or 1) > 1:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pathsgd.paper import cost
-from pathsgd.paper.commands.common import add_place, add_study, loaded, place_of, reporting, study_of
+from pathsgd.paper.commands.common import add_study, add_study_place, loaded, place_of, reporting, study_of
 from pathsgd.paper.commands.figures import conclude
 from pathsgd.paper.experiment.conduct import conduct
 
@@ -34,7 +34,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_study(parser)
-    add_place(parser, "pathsgd-PRESET")
+    add_study_place(parser, "pathsgd-PRESET")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pathsgd.paper.commands.common import add_place, add_study, loaded, place_of, reporting, study_of
+from pathsgd.paper.commands.common import add_study, add_study_place, loaded, place_of, reporting, study_of
 from pathsgd.paper.experiment.conduct import record_head, search
 from pathsgd.paper.tables import choices_table, printed
 
@@ -23,7 +23,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_study(parser)
-    add_place(parser, "pathsgd-sweep")
+    add_study_place(parser, "pathsgd-sweep")
 
 
 def run(options: argparse.Namespace) -> int:

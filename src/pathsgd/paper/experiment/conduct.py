@@ -71,8 +71,7 @@ def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) 
     finals = [
         run for choice in choices for run in final_runs(study, choice, infos[choice.cell.dataset].checksum)
     ]
-    reporter.phase("final runs", sum(run.epochs for run in finals))
-    _execute_all(finals, datasets, place, reporter)
+    _execute_all("final runs", finals, datasets, place, reporter)
     return Results.load(place.out)
 
 
@@ -132,8 +131,7 @@ def search(
     """A step size for every cell."""
     of = {cell: study.searches_of(cell, infos[cell.dataset].checksum) for cell in study.cells()}
     runs = [run for own in of.values() for run in own]
-    reporter.phase("search for step sizes", sum(run.epochs for run in runs))
-    found = _execute_all(runs, datasets, place, reporter)
+    found = _execute_all("search for step sizes", runs, datasets, place, reporter)
     again = {
         cell: carried_on(
             [r.run for r in to_carry_on([found[run] for run in own], infos[cell.dataset].classes)]
@@ -143,8 +141,7 @@ def search(
     runs = [run for own in again.values() for run in own]
     if runs:
         reporter.say(f"{len(runs)} runs that were stopped are carried on: nothing is clearly ahead")
-        reporter.phase("stopped runs carried on", sum(run.epochs for run in runs))
-        found |= _execute_all(runs, datasets, place, reporter)
+        found |= _execute_all("stopped runs carried on", runs, datasets, place, reporter)
     choices = []
     for cell, own in of.items():
         resumed = {run.step_size: run for run in again[cell]}
@@ -172,11 +169,27 @@ def _tried(run: Recorded) -> Tried:
 
 
 def _execute_all(
-    runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
+    title: str, runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
 ) -> dict[Run, Recorded]:
-    missing = [run for run in runs if Folder(place.runs, run).recorded() is None]
-    if missing:
-        note(place.out / "manifest.json", place.device)
+    """What of these is not recorded yet; returns all of them."""
+    done = {}
+    for run in runs:
+        folder = Folder(place.runs, run)
+        recorded = folder.recorded()
+        if recorded is not None:
+            folder.tidy(place.habits.keep_checkpoints)  # a kill may have come between end and tidying up
+            done[run] = recorded
+    missing = [run for run in runs if run not in done]
+    if done:
+        reporter.say(f"{title}: {len(done)} of {len(runs)} done before")
+    return done | _execute(title, missing, datasets, place, reporter) if missing else done
+
+
+def _execute(
+    title: str, missing: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
+) -> dict[Run, Recorded]:
+    reporter.phase(title, sum(run.epochs for run in missing))
+    note(place.out / "manifest.json", place.device)
     for run in missing:
         data = datasets[run.dataset]
         traced(run.net, data.shape, run.hidden, data.classes)
@@ -194,15 +207,15 @@ def _execute_all(
         return ended
 
     if place.lanes == 1:
-        return {run: one(run) for run in runs}
+        return {run: one(run) for run in missing}
     # Several runs share the machine: one alone leaves part of it idle.
     with ThreadPoolExecutor(place.lanes) as pool:
-        waiting = [pool.submit(one, run) for run in runs]
+        waiting = [pool.submit(one, run) for run in missing]
         try:
             wait(waiting, return_when=FIRST_EXCEPTION)
             for failed in (future for future in waiting if future.done() and future.exception()):
                 failed.result()
-            return {run: future.result() for run, future in zip(runs, waiting, strict=True)}
+            return {run: future.result() for run, future in zip(missing, waiting, strict=True)}
         except BaseException:
             stopping.set()
             for future in waiting:

@@ -83,13 +83,16 @@ def _check(run: Run) -> None:
         if not holds:
             raise PathError(what)
 
-    must(0 < run.step_size < 1e38, f"Invalid step size: {run.step_size}")
+    must(0 < run.step_size < 1e38, f"Invalid step size: {run.step_size} (more than 0)")
     for name, seed in dataclasses.asdict(run.seed).items():
-        must(0 <= seed < 1 << 63, f"Invalid seed of {name}: {seed}")
+        must(0 <= seed < 1 << 63, f"Invalid seed of {name}: {seed} (at least 0)")
     must(0 <= run.dropout < 1, f"Invalid dropout: {run.dropout} (at least 0, less than 1)")
-    must(bool(run.hidden) and min(run.hidden) > 0, f"Invalid hidden layers: {run.hidden}")
-    must(run.batch > 0, f"Invalid batch: {run.batch}")
-    must(run.epochs > 0, f"Invalid number of epochs: {run.epochs}")
-    must(run.validation >= 0, f"Invalid number of validation points: {run.validation}")
-    must(run.grace >= 0, f"Invalid grace: {run.grace}")
+    must(
+        bool(run.hidden) and min(run.hidden) > 0,
+        f"Invalid hidden layers: {run.hidden} (units of one or more, at least 1 each)",
+    )
+    must(run.batch > 0, f"Invalid batch: {run.batch} (at least 1)")
+    must(run.epochs > 0, f"Invalid number of epochs: {run.epochs} (at least 1)")
+    must(run.validation >= 0, f"Invalid number of validation points: {run.validation} (at least 0)")
+    must(run.grace >= 0, f"Invalid grace: {run.grace} (at least 0)")
     must(math.isfinite(check_p(run.p)), f"Invalid p: {run.p} (runs take finite ones)")

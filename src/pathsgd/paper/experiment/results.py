@@ -146,5 +146,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Recorded:
     if not (path / "result.json").exists():
-        raise PathError(f"the study in {path.parent.parent} has runs to go: `pathsgd reproduce` takes it up")
+        raise PathError(
+            f"the study in {path.parent.parent} has runs to go: `pathsgd reproduce` with the same options "
+            "takes it up"
+        )
     return read(path)

@@ -27,9 +27,11 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # a full disk names no file
         raise
 
 
@@ -88,7 +90,10 @@ def plain(value: Any) -> Any:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """The only process at work in a folder. The lock goes when the process does, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise PathError(f"{folder} is not a folder, nor can it be made one: choose another (--out)") from None
     lock = filelock.FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

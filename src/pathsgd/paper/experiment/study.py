@@ -66,7 +66,7 @@ class Study:
         if len(set(names)) < len(names):
             raise PathError(f"--datasets: {', '.join(names)}: each needs a name of its own")
         if self.repeats < 1:
-            raise PathError(f"Invalid number of repeats: {self.repeats}")
+            raise PathError(f"Invalid number of repeats: {self.repeats} (at least 1)")
         if not self.validation:
             raise PathError("a study needs validation points to choose step sizes: --validation")
         list(self.searches(dict.fromkeys(self.datasets, "")))  # a wrong number is found now, not later

@@ -61,7 +61,10 @@ def _about_unbalanced(results: Results, dropout: bool) -> list[str]:
 def _figure1(results: Results) -> str:
     pair = compared(results)
     if pair is None:
-        first = "(a) Not run: it needs a method that is not invariant, from both initialisations."
+        first = (
+            "(a) Nothing to show: it takes a method that is not invariant, from both initialisations, each "
+            "with a step size that ended well."
+        )
     else:
         name, where = method(pair[0].method).label, title_of(pair[0].dataset)
         first = (

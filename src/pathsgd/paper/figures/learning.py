@@ -70,7 +70,7 @@ def draw_learning(results: Results, name: str, dropout: bool, last: int) -> Any 
         axes.set_title(title, pad=6 + 10 * max(above[0]))
     for axes in panels[-1]:
         axes.set_xlabel("epoch")
-    _legend(figure, results, rows, quiet=dropout)
+    _legend(figure, results, rows, last, quiet=dropout)
     figure.suptitle(f"{name}. {_heading(results, dropout, last)}", fontsize=11)
     return figure
 
@@ -181,7 +181,7 @@ def label_of(cell: Cell) -> str:
     return f"{method(cell.method).label}, {cell.init}"
 
 
-def _legend(figure: Any, results: Results, rows: list[tuple[str, float]], quiet: bool) -> None:
+def _legend(figure: Any, results: Results, rows: list[tuple[str, float]], last: int, quiet: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles: dict[str, Line2D] = {}
@@ -190,8 +190,9 @@ def _legend(figure: Any, results: Results, rows: list[tuple[str, float]], quiet:
     for cell in sorted(cells, key=lambda cell: results.study.methods.index(cell.method)):
         look = look_of(cell, quiet, is_traced(cell, results.finals))
         handles.setdefault(label_of(cell), Line2D([], [], label=label_of(cell), **look.options()))
-    if any(run.status == "diverged" for cell in cells for run in results.finals[cell]):
-        handles["diverged"] = Line2D([], [], label="diverged here", linestyle="none", color="0.3", **CROSS)
+    if any(curve_of(results.finals[cell], "train_loss", last).ends for cell in cells):
+        cross = Line2D([], [], label="diverged after this epoch", linestyle="none", color="0.3", **CROSS)
+        handles["diverged"] = cross
     columns = len(results.study.methods) + ("diverged" in handles)
     figure.legend(
         handles=list(handles.values()), loc="outside lower center", frameon=False, handlelength=3.4,

@@ -30,7 +30,7 @@ from pathsgd.graph.units import FIXED, Units, units_of
 
 @dataclass(frozen=True)
 class Spread:
-    """The range of a number over units, with the lower median."""
+    """The range of a number over units, with the median."""
 
     smallest: float
     median: float
@@ -40,7 +40,8 @@ class Spread:
     def of(values: Tensor) -> Spread | None:
         if not values.numel():
             return None
-        return Spread(float(values.min()), float(values.median()), float(values.max()))
+        lower, upper = values.median(), -(-values).median()  # torch's is the lower of two in the middle
+        return Spread(float(values.min()), float((lower + upper) / 2), float(values.max()))
 
 
 @dataclass(frozen=True)
