@@ -34,6 +34,8 @@ OPTIONS = [
     {"p": 4, "lr": 1e-5},
 ]
 WIDTHS = [(100, 257, 513, 10), (64, 128, 96, 80, 72, 10)]
+MANY_PARTS = (20, 30, 40, 5000)
+"""A last layer that is divided among all processors."""
 NORMALIZED = {
     "SGD, momentum, decay": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-3, "weight_decay": 0.1, "lr_decay": 0.1}),
@@ -110,6 +112,7 @@ def comparisons():
     for dtype, widths in itertools.product(BOUNDS, WIDTHS):
         yield lambda d=dtype, w=widths: one(w, d, OPTIONS[2])
     yield lambda: one(WIDTHS[0], torch.float32, OPTIONS[2], bias=False)
+    yield lambda: one(MANY_PARTS, torch.float32, OPTIONS[1])
     for name, (base, options) in NORMALIZED.items():
         yield lambda n=name, b=base, o=options: one(WIDTHS[0], torch.float32, o, name=n, base=b)
     yield lambda: one(WIDTHS[0], torch.bfloat16, NORMALIZED["Adam"][1], name="Adam", base=torch.optim.Adam)

@@ -16,6 +16,8 @@ from pathsgd import PathSGD, clip_path_grad_norm_
 from pathsgd.geometry.scales import scales
 from pathsgd.graph.chains import chains
 from pathsgd.optim.kernels import build
+from pathsgd.optim.kernels.gpu import chain as gpu_chain
+from pathsgd.optim.kernels.gpu import code as gpu_code
 from pathsgd.optim.kernels.plan import Plan
 
 KINDS = ["blocked", "compiled", "triton"]
@@ -99,6 +101,21 @@ def test_chains_of_any_depth(kind, widths, bias):
     expected, _ = train(copy.deepcopy(model), implementation="reference", momentum=0.9, lr=1e-3)
     found, optimizer = train(model, implementation=kind, momentum=0.9, lr=1e-3)
     assert carried(optimizer)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_layer_divided_among_many_processors(rounds, monkeypatch):
+    """Its sums come in more parts than are loaded at once; here four, so that it does not take so many."""
+    for module in (gpu_code, gpu_chain):
+        monkeypatch.setattr(module, "OUT_AT_ONCE", type(gpu_code.OUT_AT_ONCE)(4))
+    monkeypatch.setattr(gpu_chain, "_processors", lambda device: 2 * rounds)
+    model = stack(6, 9, 8, 16 * 4 * rounds)
+    expected, _ = train(copy.deepcopy(model), implementation="reference", momentum=0.9, lr=1e-3, steps=3)
+    found, optimizer = train(model, implementation="triton", momentum=0.9, lr=1e-3, steps=3)
+    (step,) = optimizer._plan._steps.values()
+    assert carried(optimizer)
+    assert max(vector.parts for vector in step.implementation.layout.out) == 4 * rounds
     assert_close(found, expected)
 
 

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pathsgd.optim.kernels.gpu.chain import ROWS
 from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
@@ -42,19 +43,25 @@ def compiled(kernel, types, constants):
 
 USUAL = dict(
     LR_ON_DEVICE=False, STEP_ON_DEVICE=False, MOVE=True, METHOD=0, NESTEROV=False, DECAY="all",
-    MAXIMIZE=False, QUICK=True, BIAS=True, INTO=True, OUT=True, OUT_ROUNDS=1, P=2, ROWS=8, COLUMNS=512,
+    MAXIMIZE=False, QUICK=True, BIAS=True, INTO=True, OUT=True, OUT_ROUNDS=1, P=2, COLUMNS=512, STAGES=3,
 )
 for low, case in (
     ("fp32", {}),
+    ("fp32", dict(METHOD=2, DECAY="none", STAGES=2)),
     ("bf16", dict(METHOD=1, NESTEROV=True)),
     ("fp16", dict(METHOD=2, DECAY="coupled", P=4, QUICK=False, MAXIMIZE=True)),
     ("fp32", dict(METHOD=3, DECAY="live", LR_ON_DEVICE=True, STEP_ON_DEVICE=True, OUT_ROUNDS=3)),
     ("bf16", dict(MOVE=False, BIAS=False, OUT=False, P=1)),
 ):
     constants = {**USUAL, **case, "w_column": 1, "g_column": 1}
+    states = {0: 0, 1: 1, 2: 1, 3: 2}[constants["METHOD"]]
+    constants["ROWS"] = ROWS[states]
     made = compiled(layer_kernel, {n: kind(n, low) for n in layer_kernel.arg_names}, constants)
     # A block is fetched while another is computed: what PathAdagrad and PathAdam owe their speed to.
-    staged = made.metadata.shared >= 4 * constants["ROWS"] * constants["COLUMNS"]
+    block = 4 * constants["ROWS"] * constants["COLUMNS"]
+    ahead = constants["STAGES"] - 1
+    # Weights and gradients of two bytes are copied by four, which needs an alignment that is not told here.
+    staged = made.metadata.shared >= ahead * block * (states + (2 if low == "fp32" else 0))
     assert staged or not constants["MOVE"], (case, made.metadata.shared)
 tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
 compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))

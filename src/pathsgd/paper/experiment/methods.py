@@ -69,7 +69,10 @@ def _torch(kind: type[Optimizer], **options: Any) -> Make:
 
 
 def _for_device(kind: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Fused where torch has it, with steps counted on the device: they are captured in CUDA graphs."""
+    """Fused where torch has it, with steps counted on the device: they are captured in CUDA graphs.
+
+    Adagrad counts its steps on the host, which a replay leaves as they are: only a decay of lr looks there.
+    """
     on_gpu = next(model.parameters()).is_cuda
     if kind is torch.optim.Adagrad:
         return {**options, "fused": None if on_gpu else True}

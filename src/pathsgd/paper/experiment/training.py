@@ -29,8 +29,8 @@ Shape = tuple[int, ...]
 EVALUATED = 10_000
 """Points evaluated at a time."""
 TOGETHER = 20
-"""Steps in a CUDA graph at most. Before each replay torch writes down where the random numbers stand, which
-with dropout took a hundredth of a step."""
+"""Steps in a CUDA graph at most. Before each replay torch writes down where the random numbers stand: with
+dropout an epoch of Adam on an H200 took 0.404 s with one step in a graph, 0.398 with twenty."""
 
 
 class Measured(NamedTuple):

@@ -26,7 +26,9 @@ from pathsgd.optim.kernels.rule import Rule
 
 WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
-"""Of a block, by the numbers kept for a weight: three at a time take up to 70 KB of shared memory."""
+"""Of a block, by the numbers kept for a weight. What was fastest on an H200."""
+LARGE = 160 * 1024
+"""Bytes of shared memory that hold three blocks of each of two programs, as on an A100; else it is two."""
 QUICK_FROM = 2.0**-34
 """The eps beside which a quick quotient is as good; torch's are larger."""
 FINISHED = 128
@@ -41,6 +43,7 @@ class OnGpu:
     def __init__(self, chain: Chain, p: int, device: torch.device) -> None:
         self.p, self.device = p, device
         self.layout = layout = layout_of(chain, _processors(device))
+        self.stages = _stages(device)
         vectors = layout.vectors
         self.parts = torch.zeros(sum(v.parts * v.length for v in vectors), dtype=self.dtype, device=device)
         self.inverse = torch.zeros(sum(v.length for v in vectors), dtype=self.dtype, device=device)
@@ -114,7 +117,8 @@ class OnGpu:
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
-            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, num_warps=WARPS,
+            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS,
+            STAGES=self.stages, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
@@ -164,3 +168,10 @@ def _log(beta: float) -> float:
 
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _stages(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    properties = torch.cuda.get_device_properties(device)
+    return 3 if getattr(properties, "shared_memory_per_multiprocessor", 0) >= LARGE else 2

@@ -148,7 +148,7 @@ def layer_kernel(
     LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
     NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, QUICK: tl.constexpr,
     BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, OUT_ROUNDS: tl.constexpr,
-    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     strip, share = tl.program_id(0), tl.program_id(1)
     n = strip * COLUMNS + tl.arange(0, COLUMNS)
@@ -170,9 +170,9 @@ def layer_kernel(
     first_row = share * rows_each
     last_row = tl.minimum(first_row + rows_each, rows)
     bias_end = tl.where(strip == 0, last_row, 0)  # biases are left to the first strip
-    # Three stages: while a block is computed, the next two are copied to shared memory. Blocks are different
+    # In stages: while a block is computed, the next ones are copied to shared memory. Blocks are different
     # rows, so nothing is copied that is still to be written.
-    for start in tl.range(first_row, last_row, ROWS, num_stages=3):
+    for start in tl.range(first_row, last_row, ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)
         r_mask = r < last_row
         mask = r_mask[:, None] & n_mask[None, :]
