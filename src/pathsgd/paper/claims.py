@@ -106,11 +106,11 @@ def _same_curves(results: Results) -> Claim:
                     f"by {apart[1]:.1e} at most"
                 )
         weighed.add(text, all(agree), counts=cell.method == PATH)
-    text = "Path-SGD started balanced and unbalanced gives the same curves"
-    text += (
-        f" (in the mean over the epochs apart by at most {100 * CLOSE:g} points and {CLOSE_PART:.0%} of the "
+    text = (
+        "Path-SGD started balanced and unbalanced gives the same curves (in the mean over the epochs apart "
+        f"by at most {100 * CLOSE:g} points and {CLOSE_PART:.0%} of the test error, and by {CLOSE_PART:.0%} "
+        "of the training loss)."
     )
-    text += f"test error, and by {CLOSE_PART:.0%} of the training loss)."
     return weighed.claim(1, text, _not_run(results, [PATH], ["balanced", "unbalanced"]))
 
 

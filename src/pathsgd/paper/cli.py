@@ -13,6 +13,7 @@ from pathsgd.errors import PathError
 from pathsgd.paper.bench import command as bench
 from pathsgd.paper.commands import figures, reproduce, sweep, train
 from pathsgd.paper.data import command as data
+from pathsgd.paper.data.checks import one_line
 from pathsgd.paper.experiment.manifest import version_of
 from pathsgd.paper.inspect import command as inspect
 
@@ -57,17 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `pathsgd ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (PathError, OSError) as error:
-        print(f"pathsgd: {_said(error)}", file=sys.stderr)
+    except PathError as error:
+        print(f"pathsgd: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"pathsgd: {where}{one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathsgd.paper.data.dataset import Dataset, called
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.choose import to_carry_on, winner
 from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.execute import Habits, execute
+from pathsgd.paper.experiment.execute import Habits, execute, recorded
 from pathsgd.paper.experiment.manifest import note
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
@@ -172,13 +172,8 @@ def _execute_all(
     title: str, runs: Sequence[Run], datasets: Datasets, place: Place, reporter: Reporter
 ) -> dict[Run, Recorded]:
     """What of these is not recorded yet; returns all of them."""
-    done = {}
-    for run in runs:
-        folder = Folder(place.runs, run)
-        recorded = folder.recorded()
-        if recorded is not None:
-            folder.tidy(place.habits.keep_checkpoints)  # a kill may have come between end and tidying up
-            done[run] = recorded
+    found = {run: recorded(run, place.runs, place.habits) for run in runs}
+    done = {run: ended for run, ended in found.items() if ended is not None}
     missing = [run for run in runs if run not in done]
     if done:
         reporter.say(f"{title}: {len(done)} of {len(runs)} done before")

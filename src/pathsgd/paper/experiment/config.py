@@ -89,7 +89,7 @@ def _check(run: Run) -> None:
     must(0 <= run.dropout < 1, f"Invalid dropout: {run.dropout} (at least 0, less than 1)")
     must(
         bool(run.hidden) and min(run.hidden) > 0,
-        f"Invalid hidden layers: {run.hidden} (units of one or more, at least 1 each)",
+        f"Invalid hidden layers: {run.hidden} (one or more, each at least 1)",
     )
     must(run.batch > 0, f"Invalid batch: {run.batch} (at least 1)")
     must(run.epochs > 0, f"Invalid number of epochs: {run.epochs} (at least 1)")

@@ -29,13 +29,22 @@ class Habits:
     keep_checkpoints: bool = False
 
 
-def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits) -> Recorded:
-    """Runs to the end, or finds that it has been. The same numbers whether it was interrupted or not."""
+def recorded(run: Run, runs: Path, habits: Habits) -> Recorded | None:
+    """The run, if it has ended and left what it should; a kill may have come before it was tidied up."""
     folder = Folder(runs, run)
     found = folder.recorded()
-    if found is not None and (not habits.keep_checkpoints or folder.checkpoint.exists()):
-        folder.tidy(habits.keep_checkpoints)
+    if found is None or (habits.keep_checkpoints and not folder.checkpoint.exists()):
+        return None
+    folder.tidy(habits.keep_checkpoints)
+    return found
+
+
+def execute(run: Run, problem: Problem, runs: Path, watch: Watch, habits: Habits) -> Recorded:
+    """Runs to the end, or finds that it has been. The same numbers whether it was interrupted or not."""
+    found = recorded(run, runs, habits)
+    if found is not None:
         return found
+    folder = Folder(runs, run)
     if problem.train_x.is_cuda:
         allow_tf32(run.tf32)
     with own_streams(problem.train_x.device) as recording:

@@ -117,8 +117,7 @@ class OnGpu:
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
-            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS,
-            STAGES=self.stages, num_warps=WARPS,
+            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
@@ -173,5 +172,4 @@ def _processors(device: torch.device) -> int:
 def _stages(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    properties = torch.cuda.get_device_properties(device)
-    return 3 if getattr(properties, "shared_memory_per_multiprocessor", 0) >= LARGE else 2
+    return 3 if torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE else 2

@@ -178,9 +178,9 @@ def layer_kernel(
         mask = r_mask[:, None] & n_mask[None, :]
         bias_mask = r < bias_end
         w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
-        state_at = r[:, None].to(tl.int64) * columns + n[None, :]
         # All that a block needs is asked for before any of it is used: it is waited for once.
         if MOVE:
+            state_at = r[:, None].to(tl.int64) * columns + n[None, :]
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
             w, g, m, v = _loaded(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
             head = tl.load(inverse_out + r, r_mask, 0.0)
