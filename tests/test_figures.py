@@ -126,8 +126,9 @@ def test_ranges_are_those_of_the_balanced_runs(everything):
     shown = error_range([well], [hurt], last=12)
     assert shown.low < min(well.mean)
     assert shown.high < hurt.last
-    assert shown.hides(hurt.values(2))
-    assert not shown.hides(well.values(2))
+    assert shown.leaves(hurt.values(2)) == "\u2191"
+    assert shown.leaves(well.values(2)) == ""
+    assert shown.leaves([shown.high, shown.low - 0.01]) == "\u2193"
     assert loss_range([]).high > loss_range([]).low
 
 

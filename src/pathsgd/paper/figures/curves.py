@@ -73,10 +73,13 @@ class Range:
     high: float
     log: bool = False
 
-    def hides(self, values: Sequence[float]) -> bool:
-        """Whether nothing of a curve is seen but perhaps its tip at the upper edge."""
+    def leaves(self, values: Sequence[float]) -> str:
+        """An arrow to where a curve has gone: up if nothing is seen of it but perhaps its tip at the upper
+        edge, down if it ends below."""
         edge = self.high if self.log else self.low + 0.97 * (self.high - self.low)
-        return bool(values) and all(value > edge for value in values)
+        if values and all(value > edge for value in values):
+            return "\u2191"
+        return "\u2193" if values and values[-1] < self.low else ""
 
 
 def settled(last: int) -> int:

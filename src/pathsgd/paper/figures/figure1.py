@@ -66,7 +66,7 @@ def training(axes: Any, results: Results) -> None:
     for cell, curve in curves.items():
         runs = results.finals[cell]
         how = f"step size {size(runs[0].run.step_size)}" if runs else "no step size ended well"
-        if shown.hides(curve.values(settled(last))):
+        if shown.leaves(curve.values(settled(last))):
             how += f", beyond at {curve.last:.3g}"
         if curve.ends:
             how += f", {len(curve.ends)} of {len(runs)} diverged"

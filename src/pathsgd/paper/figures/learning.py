@@ -112,8 +112,9 @@ def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int,
     for k, (cell, curve) in enumerate(curves.items()):
         look = look_of(cell, quiet, is_traced(cell, cells))
         draw_curve(axes, curve, look, shown, offset=k / len(curves), last=last)
-        if shown.hides(curve.values(settled(last))):
-            beyond.append(f"{label_of(cell)}: {_value(curve.last, column)} \u2191")
+        arrow = shown.leaves(curve.values(settled(last)))
+        if arrow:
+            beyond.append(f"{label_of(cell)}: {_value(curve.last, column)} {arrow}")
     if shown.log:
         axes.set_yscale("log")
     axes.set_xlim(-0.01 * last, last * 1.01)
@@ -121,7 +122,7 @@ def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int,
     axes.xaxis.get_major_locator().set_params(integer=True)
     if column != "train_loss":
         _percent_axis(axes)
-    notes += _named(beyond, "curves beyond \u2191")
+    notes += _named(beyond, "curves beyond")
     clean(axes)
     # Above the panel: inside, whatever is up there would run through it.
     axes.annotate(
