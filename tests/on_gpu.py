@@ -16,10 +16,12 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(HERE.parent / "src")]
 
-import cases  # noqa: E402
-import networks  # noqa: E402
 import pathsgd  # noqa: E402
 from pathsgd.geometry.scales import scales  # noqa: E402
+from support import (
+    cases,
+    networks,
+)
 
 
 def worst(found, expected):

@@ -17,9 +17,9 @@ from torch import nn
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-from networks import SmallResNet, build  # noqa: E402
 from pathsgd import PathNormalized, PathSGD, path_scales  # noqa: E402
 from pathsgd.paper.bench.timing import captured  # noqa: E402
+from support.networks import SmallResNet, build  # noqa: E402
 
 GPU = torch.device("cuda")
 

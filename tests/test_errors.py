@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from networks import Mlp, Recurrent, SmallResNet, build
+from support.networks import Mlp, Recurrent, SmallResNet, build
 
 
 def mlp():

@@ -11,25 +11,11 @@ import torch
 from torch import nn
 
 import pathsgd
-from cases import Mlp as OracleMlp
-from cases import build as build_case
-from networks import Mlp, SmallResNet, build
 from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
-from test_equivariance import OPTIMIZERS, pair, train
-
-
-def backward(model, x):
-    model.zero_grad()
-    model(x).pow(2).mean().backward()
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def unchanged(model, before):
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
+from support.cases import Mlp as OracleMlp
+from support.cases import build as build_case
+from support.networks import Mlp, SmallResNet, build
+from support.training import OPTIMIZERS, backward, pair, train, unchanged, weights
 
 # The update
 

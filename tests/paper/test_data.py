@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from data_files import RNG, idx, pixels, refused, write_cifar, write_mnist, write_svhn
 from pathsgd.errors import PathError
 from pathsgd.paper import cli
 from pathsgd.paper.data import load as loading
@@ -23,6 +22,7 @@ from pathsgd.paper.data import npz, svhn
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.load import load
 from pathsgd.paper.data.sources import SOURCES
+from support.data_files import RNG, idx, pixels, refused, write_cifar, write_mnist, write_svhn
 
 
 @pytest.fixture

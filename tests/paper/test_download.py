@@ -16,11 +16,11 @@ import pytest
 import torch
 from filelock import FileLock
 
-from data_files import left_over, refused, write_cifar, write_mnist
 from pathsgd.paper.data import download, unpack
 from pathsgd.paper.data import load as loading
 from pathsgd.paper.data.load import load
 from pathsgd.paper.data.sources import SOURCES, Remote
+from support.data_files import left_over, refused, write_cifar, write_mnist
 
 
 @pytest.fixture

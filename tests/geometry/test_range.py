@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pathsgd
-from networks import SmallResNet, build
 from pathsgd.geometry.flow import flow_of
 from pathsgd.geometry.scales import scales
+from support.networks import SmallResNet, build
 
 DEPTH, WIDTH, ORDERS = 1000, 512, (1, 2, 8)
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
-from networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 from pathsgd.geometry.scales import scales
 from pathsgd.graph.units import units_of
+from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 
 
 def path_step(model, graph, x, lr=1e-3, p=2):

@@ -11,10 +11,10 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
 
 import pathsgd
-from networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 from pathsgd import PathSGD
 from pathsgd.functional import path_gammas, path_sgd
-from test_equivariance import pair, train
+from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
+from support.training import pair, train
 
 
 def loss_of(model):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import pathsgd
-from networks import NETWORKS, Transformer, build
+from support.networks import NETWORKS, Transformer, build
 
 
 def normalised(graph):

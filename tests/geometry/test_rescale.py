@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import pathsgd
-from networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
 from pathsgd.geometry.groups import unit_groups
 from pathsgd.geometry.scales import scales
 from pathsgd.graph.units import units_of
+from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
 
 ONE_REGION = [n for n in NETWORKS if n.__name__ != "Transformer"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from unroll import Unroller, parameters
+from support.unroll import Unroller, parameters
 
 
 class Case(nn.Module):

@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pathsgd
-from networks import Mlp, SmallResNet, Vgg, build
 from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
 from pathsgd.optim import source
-from test_equivariance import train
-from test_optim import backward, unchanged, weights
+from support.networks import Mlp, SmallResNet, Vgg, build
+from support.training import backward, train, unchanged, weights
 
 
 class Lazy(nn.Module):

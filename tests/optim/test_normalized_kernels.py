@@ -15,7 +15,7 @@ from pathsgd.graph.chains import chains
 from pathsgd.optim.kernels.gpu.chain import OnGpu
 from pathsgd.optim.kernels.layer import LayerTensors
 from pathsgd.optim.kernels.rule import Rule, moved
-from test_kernels import KINDS, assert_close, carried, rescaled, stack
+from support.stacks import KINDS, assert_close, carried, rescaled, stack
 
 OPTIMIZERS = {
     "SGD": (SGD, {"lr": 1e-3}),

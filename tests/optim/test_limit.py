@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pathsgd
-from networks import NETWORKS, Mlp, build
 from pathsgd import PathNormalized, PathSGD
-from test_optim import backward, weights
+from support.networks import NETWORKS, Mlp, build
+from support.training import backward, weights
 
 
 class ZeroBranch(nn.Module):

@@ -14,7 +14,7 @@ import pytest
 
 from pathsgd.paper import cli
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 TINY = ["--hidden", "24", "24", "--search-epochs", "4", "--epochs", "5", "--validation", "300", "--quiet"]
 SOME = ["--methods", "sgd", "path-sgd", "--dropouts", "0", "--step-sizes", "1", "0.1", "--repeats", "1"]
 
@@ -93,7 +93,7 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
 
 def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
     def swept(out, kills):
-        program = [sys.executable, str(HERE / "killed.py"), str(out), str(kills), "0"]
+        program = [sys.executable, str(SUPPORT / "killed.py"), str(out), str(kills), "0"]
         done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout

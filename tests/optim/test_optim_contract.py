@@ -12,12 +12,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import pathsgd
-from networks import Mlp, SmallResNet, build
 from pathsgd import PathAdam, PathSGD
 from pathsgd.geometry.scales import scales
 from pathsgd.optim.update import path_sgd
-from test_equivariance import train
-from test_optim import backward, unchanged, weights
+from support.networks import Mlp, SmallResNet, build
+from support.training import backward, train, unchanged, weights
 
 MAKERS = {
     "PathSGD": lambda m, x, **kw: PathSGD(m, x, lr=kw.pop("lr", 1e-3), momentum=0.9, **kw),

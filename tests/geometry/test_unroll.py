@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from unroll import Unroller, parameter, parameters
+from support.unroll import Unroller, parameter, parameters
 
 EXPONENTS = (1.0, 1.5, 2.0, 3.0, math.inf)
 

@@ -22,10 +22,10 @@ from torch.testing._internal.common_optimizers import (
 from torch.utils._pytree import tree_map_only
 
 import pathsgd
-from networks import Mlp, build
 from pathsgd import PathNormalized, PathSGD
 from pathsgd.graph.path_graph import remember_model
-from test_optim import unchanged, weights
+from support.networks import Mlp, build
+from support.training import unchanged, weights
 
 CASES = {}
 for config in optim_inputs_func_sgd("cpu"):

@@ -1,4 +1,4 @@
-"""``python tests/killed.py OUT KILLS SEED``: a sweep that is killed (kill -9) again and again, then let be.
+"""``python killed.py OUT KILLS SEED``: a sweep that is killed (kill -9) again and again, then let be.
 
 The sweeps are forked from a process that has imported torch and traced the network, so that time is spent in
 the sweep and not on the way to it.

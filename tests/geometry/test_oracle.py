@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pathsgd
-from cases import CASES, Tied, build
 from pathsgd.dag import Dag
 from pathsgd.geometry.scales import scales
 from pathsgd.geometry.sharing import repeated
 from pathsgd.graph.units import units_of
-from unroll import Unroller, parameters
+from support.cases import CASES, Tied, build
+from support.unroll import Unroller, parameters
 
 EXPONENTS = (1, 1.5, 2, 3, math.inf)
 

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fake_study import fake_study
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.figures import draw_all
@@ -20,6 +19,7 @@ from pathsgd.paper.figures.figure1 import compared
 from pathsgd.paper.figures.learning import draw_learning
 from pathsgd.paper.report import write_report
 from pathsgd.paper.summary import Claim, Table
+from support.fake_study import fake_study
 
 NAUGHTY = "a$b<script>alert(1)</script>=somewhere.npz"
 

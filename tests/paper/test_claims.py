@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from fake_study import fake_study
 from pathsgd.paper.claims import claims
 from pathsgd.paper.cost import Cost
 from pathsgd.paper.evidence import race, spread
@@ -16,6 +15,7 @@ from pathsgd.paper.experiment.record import Recorded
 from pathsgd.paper.experiment.results import Choice, Tried
 from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.tables import choices_table, printed, printed_claims, results_table
+from support.fake_study import fake_study
 
 
 def verdicts(results, cost=None):
