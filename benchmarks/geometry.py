@@ -20,7 +20,7 @@ from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
 
 import pathsgd
-from pathsgd.geometry.scales import scales
+from pathsgd.geometry.gamma import scales
 from pathsgd.paper.networks import ResNet
 
 

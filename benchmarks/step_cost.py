@@ -2,6 +2,6 @@
 
 import sys
 
-from pathsgd.paper.cli import main
+from pathsgd.cli import main
 
 sys.exit(main(["bench", *sys.argv[1:]]))

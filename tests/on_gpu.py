@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(HERE.parent / "src")]
 
 import pathsgd  # noqa: E402
-from pathsgd.geometry.scales import scales  # noqa: E402
+from pathsgd.geometry.gamma import scales  # noqa: E402
 from support import (
     cases,
     networks,

@@ -17,8 +17,8 @@ from torch import nn
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-from pathsgd import PathNormalized, PathSGD, path_scales  # noqa: E402
-from pathsgd.paper.bench.timing import captured  # noqa: E402
+from pathsgd import PathNormalized, PathSGD, gammas  # noqa: E402
+from pathsgd.bench.timing import captured  # noqa: E402
 from support.networks import SmallResNet, build  # noqa: E402
 
 GPU = torch.device("cuda")
@@ -203,7 +203,7 @@ def recorded():
         optimizer.step()
     if not optimizer.source._recorded_scales:
         raise Wrong("gamma was not recorded")
-    found, expected = optimizer.source.gammas(2), path_scales(model, optimizer.graph)
+    found, expected = optimizer.source.gammas(2), gammas(model, optimizer.graph)
     largest = max(((found[n].dense() - g).abs().max() / g.max()).item() for n, g in expected.items())
     return within("recorded gammas after forty steps", largest, 1e-5)
 
@@ -222,7 +222,7 @@ def replayed(widths, name):
             optimizer = PathNormalized(base, model, **{**own, **options})
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         places = [[torch.empty_like(p) for p in model.parameters()] for _ in range(2)]
-        gammas = path_scales(model)
+        gammas = gammas(model)
         generator = torch.Generator("cuda").manual_seed(0)
         for k in range(24):
             for (n, p), grad in zip(model.named_parameters(), places[k % 2], strict=True):

@@ -66,7 +66,7 @@ def test_sparse_parameters():
 
 @pytest.mark.parametrize("p", [0.5, 0, -1, float("nan")])
 def test_p_below_one(p):
-    for measure in (pathsgd.path_norm, pathsgd.group_norm, pathsgd.path_scales, pathsgd.balance):
+    for measure in (pathsgd.path_norm, pathsgd.group_norm, pathsgd.gammas, pathsgd.balance):
         with pytest.raises(pathsgd.PathError, match="Invalid p"):
             measure(mlp(), None, p)
     with pytest.raises(pathsgd.PathError, match="Invalid q"):
@@ -154,8 +154,8 @@ def test_time_first_recurrences_ask_for_their_batch_axis():
     expected = TimeFirst()
     expected.rnn = nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
     expected.load_state_dict(model.state_dict())
-    found = pathsgd.path_scales(model, graph)
-    for name, gamma in pathsgd.path_scales(expected, x.transpose(0, 1)).items():
+    found = pathsgd.gammas(model, graph)
+    for name, gamma in pathsgd.gammas(expected, x.transpose(0, 1)).items():
         assert torch.allclose(found[name], gamma)
 
 

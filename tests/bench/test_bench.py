@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from pathsgd.paper import cli
-from pathsgd.paper.bench import command
-from pathsgd.paper.bench.measure import Setting
+from pathsgd import cli
+from pathsgd.bench import command
+from pathsgd.bench.measure import Setting
 from pathsgd.paper.networks import ResNet, stack
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import pathsgd
 from pathsgd.dag import Dag
-from pathsgd.geometry.scales import scales
-from pathsgd.geometry.sharing import repeated
-from pathsgd.graph.units import units_of
+from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.shared_weights import repeated
+from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, Tied, build
 from support.unroll import Unroller, parameters
 
@@ -69,7 +69,7 @@ def test_only_what_a_path_uses_twice_is_counted():
     squares = nn.Sequential(nn.Linear(2, 3), Squares(), nn.Linear(3, 1)).double()
     graph = pathsgd.trace(squares)
     assert repeated(graph) == ["0.weight", "0.bias"]
-    half = pathsgd.path_scales(squares, graph, shared="hessian")
+    half = pathsgd.gammas(squares, graph, shared="hessian")
     for name, parameter in squares.named_parameters():
         hessian = torch.autograd.functional.hessian(
             lambda w, name=name: torch.func.functional_call(Phi(squares, graph), {f"model.{name}": w}, ()),
@@ -93,13 +93,13 @@ class Phi(nn.Module):
 def test_counting_uses_has_limits_and_says_so():
     model = build(Tied)
     with pytest.raises(pathsgd.PathError, match="Invalid shared: 'both'"):
-        pathsgd.path_scales(model, model.example(), shared="both")
+        pathsgd.gammas(model, model.example(), shared="both")
     with pytest.raises(pathsgd.PathError, match="p = inf has none"):
-        pathsgd.path_scales(model, model.example(), p=math.inf, shared="gram")
+        pathsgd.gammas(model, model.example(), p=math.inf, shared="gram")
     with torch.no_grad():
         model.a.weight.mul_(1e80)
     with pytest.raises(pathsgd.PathError, match=r"the paths through 'a.weight' leave the range of fp64"):
-        pathsgd.path_scales(model, model.example(), shared="gram")
+        pathsgd.gammas(model, model.example(), shared="gram")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -194,7 +194,7 @@ def test_random_dags(data, p, seed):
             assert_close(found[f"weights.{k}"].dense().flatten().numpy(), expected, f"weights.{k}")
             assert_close(found[f"biases.{k}"].dense().numpy(), [gamma["one", unit]], f"biases.{k}")
     before = model(example).detach()
-    if units_of(graph).count > 1:
+    if unit_classes_of(graph).count > 1:
         pathsgd.unbalance(model, graph, units=10)
     assert_close(model(example).detach().numpy(), before.numpy(), "function")
     assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), "phi after rescaling")
@@ -235,7 +235,7 @@ def test_random_mlps(widths, bias, p, seed, zeros):
         x = net.linear(x, w[f"{k}.weight"], w.get(f"{k}.bias"))
         x = net.relu(x) if k + 1 < len(model) else x
     dag = net.dag(x)
-    found = pathsgd.path_scales(model, p=p)
+    found = pathsgd.gammas(model, p=p)
     for name, expected in net.parameter_gamma(dag, p).items():
         if len(widths) > 2:
             assert_close(found[name].numpy(), expected, name)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
-from pathsgd.geometry.scales import scales
-from pathsgd.graph.units import units_of
+from pathsgd.geometry.gamma import scales
+from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 
 
@@ -60,11 +60,11 @@ class TestNoGradientIsScaled:
     def test_gamma_is_recomputed_not_accumulated(self):
         model, x = build(Mlp)
         graph = pathsgd.trace(model, x)
-        first = pathsgd.path_scales(model, graph)
-        again = pathsgd.path_scales(model, graph)
+        first = pathsgd.gammas(model, graph)
+        again = pathsgd.gammas(model, graph)
         assert all(torch.equal(first[name], again[name]) for name in first)
         model[2].weight.data *= 2
-        changed = pathsgd.path_scales(model, graph)
+        changed = pathsgd.gammas(model, graph)
         assert torch.allclose(changed["0.weight"], 4 * first["0.weight"])
 
 
@@ -141,7 +141,7 @@ class TestConditioning:
     def test_flags_and_residual_networks(self):
         model, x = build(SmallResNet)
         model.train()
-        pathsgd.path_scales(model, x)
+        pathsgd.gammas(model, x)
         pathsgd.balance(model, x)
         assert all(module.training for module in model.modules())
 
@@ -194,7 +194,7 @@ def test_normalised_means_on_batch_norm():
     norm.running_mean.copy_(torch.tensor([5.0, -3.0, 0.0]))
     norm.running_var.copy_(torch.tensor([0.5, 2.0, 1.0]))
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    gamma = pathsgd.path_scales(model)
+    gamma = pathsgd.gammas(model)
     variance = norm.running_var + norm.eps
     out = model[3].weight[0] ** 2
     into = (model[0].weight ** 2).sum(1)
@@ -207,7 +207,7 @@ def test_balanced_and_unbalanced_trajectories_agree(p):
     model, x = build(Mlp)
     graph = pathsgd.trace(model, x)
     copied = copy.deepcopy(model)
-    factors = 10 ** (6 * torch.rand(units_of(graph).owners["0"].numel()).double() - 3)
+    factors = 10 ** (6 * torch.rand(unit_classes_of(graph).owners["0"].numel()).double() - 3)
     pathsgd.rescale(copied, graph, {"0": factors})
     start = model(x).detach()
     for _ in range(20):

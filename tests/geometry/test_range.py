@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.geometry.flow import flow_of
-from pathsgd.geometry.scales import scales
+from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.passes import powered_network
 from support.networks import SmallResNet, build
 
 DEPTH, WIDTH, ORDERS = 1000, 512, (1, 2, 8)
@@ -57,7 +57,7 @@ def test_a_thousand_layers_before_and_after_rescaling():
     }
     pathsgd.rescale(model, graph, factors)
     for p in ORDERS:
-        # Scales that are powers of two change no mantissa: equal, not close.
+        # Gammas that are powers of two change no mantissa: equal, not close.
         assert pathsgd.path_norm(model, graph, p, log=True).item() == found[p]
         assert_alive(scales(graph, graph.tensors(model), p))
 
@@ -86,7 +86,7 @@ def test_plain_floats_fail_there():
     model = chain(200, 64)
     graph = pathsgd.trace(model)
     for p in (1, 8):
-        flow = flow_of(graph, graph.tensors(model), p)
+        flow = powered_network(graph, graph.tensors(model), p)
         with torch.no_grad():
             *_, (_, value) = flow.forward()
         last = value.mantissa
@@ -165,7 +165,7 @@ def test_a_network_of_zeros(log):
     phi.backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
     # The output biases are the only weights no other weight multiplies.
-    gamma = pathsgd.path_scales(model)
+    gamma = pathsgd.gammas(model)
     assert {name for name, value in gamma.items() if value.any()} == {"2.bias"}
     assert pathsgd.group_norm(model).item() == 0
     assert pathsgd.balance(model) == 0
@@ -174,14 +174,14 @@ def test_a_network_of_zeros(log):
 
 def test_empty_batches_and_empty_layers():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    expected = pathsgd.path_scales(model)
-    found = pathsgd.path_scales(model, torch.zeros(0, 3))
+    expected = pathsgd.gammas(model)
+    found = pathsgd.gammas(model, torch.zeros(0, 3))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it cannot initialise nothing
         empty = nn.Sequential(nn.Linear(3, 0), nn.ReLU(), nn.Linear(0, 2))
     assert torch.isfinite(pathsgd.path_norm(empty))
-    assert pathsgd.path_scales(empty)["0.weight"].shape == (0, 3)
+    assert pathsgd.gammas(empty)["0.weight"].shape == (0, 3)
 
 
 def test_the_log_is_differentiable_where_the_norm_overflows():
@@ -201,7 +201,7 @@ def test_high_orders(p):
     assert pathsgd.path_norm(model, p=p, log=True).item() == pytest.approx(reference, rel=1e-5)
     limit = pathsgd.group_norm(model, p=math.inf).item()
     assert limit <= pathsgd.group_norm(model, p=p).item() <= limit * 65 ** (1 / p) * 1.001
-    assert all(torch.isfinite(value).all() for value in pathsgd.path_scales(model, p=p, log=True).values())
+    assert all(torch.isfinite(value).all() for value in pathsgd.gammas(model, p=p, log=True).values())
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])

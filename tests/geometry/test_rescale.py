@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.geometry.groups import unit_groups
-from pathsgd.geometry.scales import scales
-from pathsgd.graph.units import units_of
+from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.unit_groups import unit_groups
+from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
 
 ONE_REGION = [n for n in NETWORKS if n.__name__ != "Transformer"]
@@ -36,7 +36,9 @@ def test_unbalance_and_balance_keep_the_function(network):
     before, edges = model(x).detach(), invariants(model, graph)
     original = copy.deepcopy(model)
 
-    pathsgd.unbalance(model, graph, units=units_of(graph).count, generator=torch.Generator().manual_seed(0))
+    pathsgd.unbalance(
+        model, graph, units=unit_classes_of(graph).count, generator=torch.Generator().manual_seed(0)
+    )
     assert difference(before, model(x)) <= 1e-10
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
     assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300)
@@ -78,7 +80,7 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
     """log mu is convex in the log-scales, so that descent on a smoothed maximum finds the minimum."""
     model, x = build(network)
     graph = pathsgd.trace(model, x)
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     logs = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)
     families = []
     for group in unit_groups(graph):
@@ -116,7 +118,7 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
 
 def test_units_are_tied_as_the_network_ties_them():
     model, x = build(SmallResNet)
-    units = units_of(pathsgd.trace(model, x))
+    units = unit_classes_of(pathsgd.trace(model, x))
     owners = units.owners
     # A stream: the stem's norm and every block's second norm move as one.
     assert torch.equal(owners["stem.1"], owners["stages.0.norm2"])
@@ -126,7 +128,7 @@ def test_units_are_tied_as_the_network_ties_them():
     assert not owners["stages.0.conv1"].any()
     assert not owners["head"].any()
     model, x = build(Recurrent)
-    owners = units_of(pathsgd.trace(model, x)).owners
+    owners = unit_classes_of(pathsgd.trace(model, x)).owners
     assert torch.equal(owners["rnn.weight_ih_l0"], owners["rnn.weight_hh_l0"])
     assert owners["rnn.weight_ih_l0"].all()
     assert "rnn" not in owners
@@ -148,7 +150,7 @@ def test_powers_of_two_are_exact_in_fp32():
     graph = pathsgd.trace(model, x)
     before, phi = model(x).detach(), pathsgd.path_norm(model, graph)
     edges = invariants(model, graph)
-    owners = units_of(graph).owners
+    owners = unit_classes_of(graph).owners
     generator = torch.Generator().manual_seed(0)
     chosen = {
         (name, k): 2.0 ** int(torch.randint(-10, 11, (), generator=generator))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.graph.units import units_of
+from pathsgd.graph.unit_classes import unit_classes_of
 
 
 @dataclass
@@ -113,7 +113,7 @@ def test_whatever_is_accepted_keeps_its_function(name):
     state = copy.deepcopy(model.state_dict())
     before = outputs(model, x) + outputs(model, x)
     model.load_state_dict(state)
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     if units.count > 1:
         pathsgd.unbalance(model, graph, units=3 * units.count)
     pathsgd.balance(model, graph)
@@ -193,7 +193,7 @@ def test_an_axis_the_code_depends_on_is_not_cut():
         assert "depends on the size of axis 0" in str(graph)
         before = model(x).detach()
         if model is branching:
-            assert units_of(graph).count == 1
+            assert unit_classes_of(graph).count == 1
             continue
         pathsgd.unbalance(model, graph, units=9)
         assert torch.allclose(model(x), before, rtol=1e-10)
@@ -256,7 +256,7 @@ def test_reports_are_honest_about_what_is_read():
     bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.ReLU(), nn.Linear(4, 2))
     graph = pathsgd.trace(bag, torch.zeros(2, 3, dtype=torch.long))
     assert graph.parameters["0.weight"].reason.startswith("outside")
-    assert "2.weight" in pathsgd.path_scales(bag, graph)
+    assert "2.weight" in pathsgd.gammas(bag, graph)
 
 
 def test_one_module_under_two_names():
@@ -269,7 +269,7 @@ def test_one_module_under_two_names():
         def forward(self, x):
             return self.same(self.a(self.norm(self.a(x)).relu()))
 
-    pathsgd.path_scales(Twice(), torch.randn(4, 3))
+    pathsgd.gammas(Twice(), torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -300,7 +300,7 @@ def test_balance_of_residual_streams_with_large_gain(seed):
         other = copy.deepcopy(model)
         size = 10 ** -(4 * torch.rand((), generator=generator).item())
         factors = torch.exp(size * torch.randn(2, 2, generator=generator, dtype=torch.float64))
-        owners = units_of(graph).owners
+        owners = unit_classes_of(graph).owners
         free = {k: f for k, f in zip(("l0", "l1"), factors, strict=True) if owners[k].all()}
         if len(free) == 2 and torch.equal(owners["l0"], owners["l1"]):
             free.pop("l1")

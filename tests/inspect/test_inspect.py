@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.graph.units import units_of
-from pathsgd.paper import cli
-from pathsgd.paper.inspect import command
+from pathsgd import cli
+from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.inspect import command
 
 MODELS = """
 import torch
@@ -240,7 +240,7 @@ def test_several_regions(folder, capsys):
     assert (values["units"], values["rescalable"]) == (24, 8), (
         "the values can be rescaled, queries and keys not"
     )
-    known = units_of(graph).owners
+    known = unit_classes_of(graph).owners
     assert all(owner in known for one in found["layers"] for owner in one["owners"])
     one = inspect(capsys, *arguments, "--region", 1)
     assert "log phi_2 of region 1" in one

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import PathSGD
-from pathsgd.functional import path_gammas, path_sgd
+from pathsgd.functional import gammas, path_sgd
 from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
 from support.training import pair, train
 
@@ -105,10 +105,10 @@ def test_transforms_nest():
     single = grad(after)(*tensors(model))
     assert all(torch.allclose(slopes[name][0], single[name]) for name in single)
     own, statistics = tensors(model)
-    mapped = vmap(lambda b: path_gammas(graph, own, b)["0.weight"].dense())(buffers)
-    assert torch.allclose(mapped[1], path_gammas(graph, own, statistics)["0.weight"].dense())
+    mapped = vmap(lambda b: gammas(graph, own, b)["0.weight"].dense())(buffers)
+    assert torch.allclose(mapped[1], gammas(graph, own, statistics)["0.weight"].dense())
     with pytest.raises(pathsgd.PathError, match="cannot be computed under vmap"):
-        vmap(lambda b: path_gammas(graph, own, b, shared="gram")["0.weight"].dense())(buffers)
+        vmap(lambda b: gammas(graph, own, b, shared="gram")["0.weight"].dense())(buffers)
 
 
 def test_dtypes_and_shapes_are_kept():
@@ -143,10 +143,10 @@ def test_rules_of_your_own_are_invariant():
     for m in (model, copied):
         params, buffers = tensors(m)
         for _ in range(5):
-            gammas = path_gammas(graph, params)
+            gammas = gammas(graph, params)
             grads = grad(loss_of(m))(params, buffers, x)
             params = {
-                name: params[name] - gammas[name].divide(1e-3 * gammas[name].divide(g).sign())
+                name: params[name] - gammas[name].gradient_to_z(1e-3 * gammas[name].gradient_to_z(g).sign())
                 for name, g in grads.items()
             }
         ends.append(functional_call(m, params, (x,)))

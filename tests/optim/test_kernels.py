@@ -10,12 +10,12 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathSGD, clip_path_grad_norm_
-from pathsgd.geometry.scales import scales
+from pathsgd.geometry.gamma import scales
 from pathsgd.graph.chains import chains
-from pathsgd.optim.kernels import build
-from pathsgd.optim.kernels.gpu import chain as gpu_chain
-from pathsgd.optim.kernels.gpu import code as gpu_code
-from pathsgd.optim.kernels.plan import Plan
+from pathsgd.optim.fused import build
+from pathsgd.optim.fused.dispatch import Plan
+from pathsgd.optim.fused.gpu import triton_chain as gpu_chain
+from pathsgd.optim.fused.gpu import triton_kernels as gpu_code
 from support.networks import NETWORKS
 from support.networks import build as build_network
 from support.stacks import KINDS, assert_close, carried, rescaled, stack, train

@@ -12,9 +12,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 import pathsgd
 from pathsgd import PathNormalized
 from pathsgd.graph.chains import chains
-from pathsgd.optim.kernels.gpu.chain import OnGpu
-from pathsgd.optim.kernels.layer import LayerTensors
-from pathsgd.optim.kernels.rule import Rule, moved
+from pathsgd.optim.fused.gpu.triton_chain import OnGpu
+from pathsgd.optim.fused.implementation import LayerTensors
+from pathsgd.optim.rule import Rule, moved
 from support.stacks import KINDS, assert_close, carried, rescaled, stack
 
 OPTIMIZERS = {

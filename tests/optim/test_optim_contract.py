@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import pathsgd
 from pathsgd import PathAdam, PathSGD
-from pathsgd.geometry.scales import scales
+from pathsgd.geometry.gamma import scales
 from pathsgd.optim.update import path_sgd
 from support.networks import Mlp, SmallResNet, build
 from support.training import backward, train, unchanged, weights
@@ -148,7 +148,7 @@ def test_a_differentiable_step():
     names = [name for name, _ in model.named_parameters()]
     clones = {name: p.detach().clone() for name, p in model.named_parameters()}
     backward(model, x)
-    found = pathsgd.path_scales(model, x)
+    found = pathsgd.gammas(model, x)
     for name, p in model.named_parameters():
         clones[name].grad = p.grad.clone()
     graph = pathsgd.trace(model, x)

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pathsgd.optim.kernels.gpu.chain import ROWS
-from pathsgd.optim.kernels.gpu.code import finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_chain import ROWS
+from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
     f"{tensor}_{axis}" for tensor in "wg" for axis in ("row", "column")

@@ -170,7 +170,7 @@ def test_the_edge_of_what_was_tried_is_said():
 def test_a_reader_that_leaves_is_no_error(tmp_path):
     """As in `pathsgd figures DIR | head`."""
     fake_study(tmp_path, datasets=("mnist",), epochs=2)
-    command = [sys.executable, "-m", "pathsgd.paper.cli", "figures", str(tmp_path)]
+    command = [sys.executable, "-m", "pathsgd.cli", "figures", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from pathsgd import cli
 from pathsgd.errors import PathError
-from pathsgd.paper import cli
 from pathsgd.paper.data import load as loading
 from pathsgd.paper.data import npz, svhn
 from pathsgd.paper.data.dataset import Dataset

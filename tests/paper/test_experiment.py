@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 
+from pathsgd.console.machine import share_out
 from pathsgd.errors import PathError
 from pathsgd.paper.commands.common import reporting
 from pathsgd.paper.data.load import load
@@ -24,7 +25,6 @@ from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Recorded
 from pathsgd.paper.experiment.training import Training, network_of
-from pathsgd.paper.machine import share_out
 
 CPU = torch.device("cpu")
 SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
@@ -100,7 +100,7 @@ def test_a_gpu_without_memory_is_one_line(tmp_path, text):
 
 
 def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
-    monkeypatch.setattr("pathsgd.paper.machine._memory", lambda device: 80e9)
+    monkeypatch.setattr("pathsgd.console.machine._memory", lambda device: 80e9)
     gpu = torch.device("cuda")
     assert share_out(gpu, 30_000_000, None, ["sgd"]) == 3
     assert share_out(gpu, 3_000_000_000, None, ["sgd"]) == 1

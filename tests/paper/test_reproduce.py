@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pathsgd.paper import cli
+from pathsgd import cli
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TINY = ["--hidden", "24", "24", "--search-epochs", "4", "--epochs", "5", "--validation", "300", "--quiet"]
@@ -81,7 +81,7 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
         own.append(tmp_path / f"of{features}.npz")
         np.savez(own[-1], train_x=x[:700], train_y=y[:700], test_x=x[700:], test_y=y[700:])
     names = [f"{path.stem}={path}" for path in own]
-    sweep = [sys.executable, "-m", "pathsgd.paper.cli", "sweep", "--quiet", "--datasets", *names,
+    sweep = [sys.executable, "-m", "pathsgd.cli", "sweep", "--quiet", "--datasets", *names,
              "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
              "0.01", "--search-epochs", "8", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
              ]  # fmt: skip
@@ -234,7 +234,7 @@ def test_a_second_process_is_refused(tmp_path, capsys):
 def test_a_full_disk(tmp_path):
     """A limit on the size of files stands for it: writes fail in the middle, as they do there."""
     arguments = ["train", "--hidden", "64", "64", "--epochs", "2", "--out", str(tmp_path), "--quiet"]
-    program = "import sys; from pathsgd.paper import cli; sys.exit(cli.main(sys.argv[1:]))"
+    program = "import sys; from pathsgd import cli; sys.exit(cli.main(sys.argv[1:]))"
 
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

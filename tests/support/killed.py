@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from pathsgd.paper import cli
+from pathsgd import cli
 from pathsgd.paper.experiment.training import traced
 
 SWEEP = [

@@ -9,7 +9,7 @@ import torch
 import pathsgd
 from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
 from pathsgd.geometry.rescale import apply_scales
-from pathsgd.graph.units import units_of
+from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build
 
 STEPS = 50
@@ -49,7 +49,7 @@ def pair(network, dtype, powers_of_two):
     """(model, rescaled copy, graph, input): every unit scaled by 1e-3 to 1e3, or by 2^-10 to 2^10."""
     model, x = build(network, dtype)
     graph = pathsgd.trace(model, x)
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     generator = torch.Generator().manual_seed(1)
     count = units.count
     if powers_of_two:

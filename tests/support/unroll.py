@@ -65,7 +65,7 @@ class Unroller:
 
     A layer's value is a numpy array of unit names in the activation's shape without the batch axis,
     (C, H, W) for an image. So reshape, cat, slice and permute are numpy on that array and make no
-    unit. Dropout, leaky relu and abs have the path rule of the identity: pass the value on. Units
+    unit. Dropout, leaky relu and abs have the path rule of the identity: pass the value on. UnitClasses
     are linear unless they come out of ``relu``. A Weight makes an edge that carries a parameter, a
     number one that is fixed.
     """

@@ -6,7 +6,7 @@ least solution is found by one damped forward pass ``a_v = M^-p sum_u |w_uv|^p a
 if the units that cannot be rescaled meet their own inequality. The least feasible M is the root of a
 decreasing function of one variable.
 
-Units that are tied have one ``a`` and several inequalities; it takes the largest. Where ties make the
+UnitClasses that are tied have one ``a`` and several inequalities; it takes the largest. Where ties make the
 classes depend on each other in a circle (a residual stream, a recurrence) the pass becomes a system of
 equations, solved by policy iteration: pick the largest inequality of each class, solve, repeat.
 """
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.edge_weights import Tensors
+from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.norms import group_norm
 from pathsgd.geometry.rescale import apply_scales
-from pathsgd.geometry.scales import check_p
-from pathsgd.geometry.weights import Tensors
+from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
-from pathsgd.graph.units import FIXED, Units, units_of
+from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 
 
 def balance(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> float:
@@ -36,7 +36,7 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
 
     The function does not change; balancing twice changes nothing. Dead units stay as they are, and so do
     the weights that lead out of them.
-    Units that feed a square keep their scale. A network none of whose paths is alive stays as it is.
+    UnitClasses that feed a square keep their scale. A network none of whose paths is alive stays as it is.
 
     >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
@@ -49,7 +49,7 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
     for name in graph.parameters:
         if not bool(torch.isfinite(tensors[name]).all()):
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     _, powers = least_bound(graph, tensors, units, float(p))
     order = 1.0 if math.isinf(p) else float(p)
     logarithms = torch.where(powers > 0, -powers.log() / order, 0.0)
@@ -66,7 +66,7 @@ def _negligible(tensors: Tensors) -> float:
 
 
 @torch.no_grad()
-def least_bound(graph: PathGraph, tensors: Tensors, units: Units, p: float) -> tuple[float, Tensor]:
+def least_bound(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> tuple[float, Tensor]:
     """The least ``mu_{p,inf}`` of all equivalents, and the ``a = s^-p`` that reach it."""
     system = _System.of(graph, tensors, units, p)
     if not system.families:
@@ -164,7 +164,7 @@ class _System:
     infinite: bool
 
     @staticmethod
-    def of(graph: PathGraph, tensors: Tensors, units: Units, p: float) -> _System:
+    def of(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> _System:
         infinite = math.isinf(p)
         held = units.squared.clone()
         held[FIXED] = True

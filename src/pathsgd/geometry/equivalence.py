@@ -12,7 +12,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.rescale import rescaled
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
-from pathsgd.graph.units import FIXED, EdgeUnits, Units, units_of
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def rescaling_equivalent(
     if not isinstance(model_b, nn.Module):
         raise PathError(f"expected two models, got {type(model_b).__name__} for the second")
     graph = trace(model_a, example_input)
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     a = graph.tensors(model_a)
     try:
         b = graph.tensors(model_b)
@@ -74,7 +74,7 @@ def rescaling_equivalent(
     return Equivalence(True, _named(units, factors))
 
 
-def _named(units: Units, factors: Tensor) -> dict[str, Tensor]:
+def _named(units: UnitClasses, factors: Tensor) -> dict[str, Tensor]:
     """The scales by owner, each class under one name only: modules first, parameters where they must."""
     covered = torch.zeros(units.count, dtype=torch.bool)
     covered[FIXED] = True
@@ -89,7 +89,7 @@ def _named(units: Units, factors: Tensor) -> dict[str, Tensor]:
     return named
 
 
-def _propagate(units: Units, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+def _propagate(units: UnitClasses, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
     """log s of every class, read off one weight each, outward from the classes that are known.
 
     ``log|b/a| = log s_head - degree * log s_tail`` on every edge; the largest weight with a known end
@@ -118,7 +118,7 @@ def _propagate(units: Units, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tens
         known[unknown[0]] = True
 
 
-def _step(ratio: Tensor, size: Tensor, edge: EdgeUnits, value: Tensor, known: Tensor) -> bool:
+def _step(ratio: Tensor, size: Tensor, edge: EdgeClasses, value: Tensor, known: Tensor) -> bool:
     """Learns heads from known tails and tails from known heads along one parameter."""
     head, tail = edge.head.expand(ratio.shape), edge.tail.expand(ratio.shape)
     progress = False

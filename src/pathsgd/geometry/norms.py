@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.flow import flow_of
-from pathsgd.geometry.groups import unit_groups
+from pathsgd.geometry.edge_weights import Tensors
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, shift
+from pathsgd.geometry.gamma import check_p
+from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range import RangeCheck
-from pathsgd.geometry.scaled import Arithmetic, Scaled, shift
-from pathsgd.geometry.scales import check_p
-from pathsgd.geometry.weights import Tensors
+from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 from pathsgd.graph.trace import Example, trace
 
@@ -74,7 +74,7 @@ def path_norm(
         return [_rooted(arithmetic, value, log) for value in found]
     sums = [
         arithmetic.reduce(
-            Scaled(value.mantissa.reshape(-1), _flat_exponent(value)), [0]
+            ExtendedFloat(value.mantissa.reshape(-1), _flat_exponent(value)), [0]
         )
         for value in found if value.mantissa.numel()
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def path_norm(
     return _rooted(arithmetic, arithmetic.add(sums), log).reshape(())
 
 
-def _flat_exponent(value: Scaled) -> Tensor | None:
+def _flat_exponent(value: ExtendedFloat) -> Tensor | None:
     if value.exponent is None:
         return None
     return value.exponent.expand(value.mantissa.shape).reshape(-1)
@@ -91,21 +91,21 @@ def _flat_exponent(value: Scaled) -> Tensor | None:
 
 def _forward(
     graph: PathGraph, tensors: Tensors, p: float, ends: list[int]
-) -> tuple[Arithmetic, list[Scaled]]:
+) -> tuple[Arithmetic, list[ExtendedFloat]]:
     """The path weights that arrive at ``ends``: in plain floats if they are enough, else with exponents."""
-    plain = flow_of(graph, tensors, p)
+    plain = powered_network(graph, tensors, p)
     with full_precision(plain.device):
         with torch.no_grad():
             check = RangeCheck(plain)
             for k, value in plain.forward():
                 check.see(k, value, forward=True)
             trusted = check.passed()
-        flow = flow_of(graph, tensors, p, exponents=not trusted)
+        flow = powered_network(graph, tensors, p, exponents=not trusted)
         values = {k: value for k, value in flow.forward() if k in ends}
         return flow.arithmetic, [values[k] for k in ends]
 
 
-def _rooted(arithmetic: Arithmetic, x: Scaled, log: bool) -> Tensor:
+def _rooted(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:
     """``x^(1/p)`` or its logarithm. A dead output gives 0 (or -inf) and no gradient instead of NaN."""
     alive = x.mantissa != 0  # a nan is not dead
     base = torch.where(alive, x.mantissa, 1)

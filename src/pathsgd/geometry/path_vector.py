@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from pathsgd.dag import Dag
 from pathsgd.errors import PathError
-from pathsgd.geometry.apply import apply
-from pathsgd.geometry.flow import Flow, flow_of
-from pathsgd.geometry.scaled import Arithmetic, Scaled
-from pathsgd.graph.moves import move_tensor
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations.apply import apply
+from pathsgd.geometry.passes import PoweredNetwork, powered_network
+from pathsgd.graph.data_movement import move_tensor
 from pathsgd.graph.nodes import (
     Add,
     Begin,
@@ -37,7 +37,7 @@ def path_vector(
 ) -> dict[tuple[str, ...], float]:
     """``{units on the path: product of its weights}`` for every path from an input (or the constant
     unit ``one``) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many
-    paths: for small networks. Units are named by module and place (the batch is the first, 0); ``+`` is
+    paths: for small networks. UnitClasses are named by module and place (the batch is the first, 0); ``+`` is
     the sum of a layer and its bias, ``#2`` a second value of the same module.
 
     >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
@@ -49,7 +49,7 @@ def path_vector(
     input[0,0] 0[0,1] 2[0,0] -3.0
     """
     graph = trace(model, example_input)
-    unrolled = _Unrolled(flow_of(graph, graph.tensors(model), 1))
+    unrolled = _Unrolled(powered_network(graph, graph.tensors(model), 1))
     dag = unrolled.dag(max_paths)
     if dag.path_count > max_paths:
         raise PathError(
@@ -74,7 +74,7 @@ class _Signed(Arithmetic):
 class _Unrolled:
     """Every unit of a network by name, and the weight of every edge."""
 
-    flow: Flow
+    flow: PoweredNetwork
     names: list[str] = field(default_factory=list)
     weights: dict[tuple[str, str], float] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
@@ -162,7 +162,9 @@ class _Unrolled:
         for k in range(math.prod(shapes[place])):
             basis = [torch.zeros(s, dtype=torch.float64) for s in shapes]
             basis[place].view(-1)[k] = 1
-            result = apply(signed, operation, [Scaled(b) for b in basis], weight, shape, self.flow.device)
+            result = apply(
+                signed, operation, [ExtendedFloat(b) for b in basis], weight, shape, self.flow.device
+            )
             columns.append(result.mantissa.flatten())
         return torch.stack(columns, 1) if columns else torch.zeros(math.prod(shape), 0)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.scaled import Arithmetic
-from pathsgd.geometry.weights import Tensors, base_tensor, inverse_sigma, seen_through
+from pathsgd.geometry.edge_weights import Tensors, base_tensor, inverse_sigma, seen_through
+from pathsgd.geometry.extended_float import Arithmetic
 from pathsgd.graph.nodes import Stored, Weight
 
 Key = tuple[str, tuple[float, ...], float | None]

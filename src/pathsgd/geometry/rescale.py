@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import RescaleError
-from pathsgd.geometry.weights import Tensors
+from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
-from pathsgd.graph.units import FIXED, EdgeUnits, Units, units_of
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
 
 UnitScales = (
     Mapping[tuple[str, int], float | Tensor]
@@ -32,7 +32,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
             divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units,
             ``{owner: c}`` one for all of them.
             Where a module owns several kinds of units (an RNN of two layers), name the parameter that
-            leads into them instead. Units tied to others, as in a residual stream, move together:
+            leads into them instead. UnitClasses tied to others, as in a residual stream, move together:
             name any one of them.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -45,7 +45,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
         raise RescaleError(f"expected {{(owner, index): scale}}, got {type(scales).__name__}")
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
-    units = units_of(graph)
+    units = unit_classes_of(graph)
     factors = torch.ones(units.count, dtype=torch.float64)
     for key, value in scales.items():
         for unit, c in _named(units, key, value):
@@ -53,7 +53,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
     apply_scales(graph, tensors, units, factors)
 
 
-def _named(units: Units, key: Any, value: Any) -> list[tuple[int, float]]:
+def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
     """The classes one entry of ``scales`` names, with their factors."""
     owner, index = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
     if not isinstance(owner, str):
@@ -89,7 +89,7 @@ def _named(units: Units, key: Any, value: Any) -> list[tuple[int, float]]:
     return pairs
 
 
-def _unknown_owner(units: Units, owner: Any) -> str:
+def _unknown_owner(units: UnitClasses, owner: Any) -> str:
     inside = [name for name in units.owners if str(name).startswith(f"{owner}.")]
     if inside:
         return (
@@ -110,7 +110,7 @@ def _not_rescalable(owner: str, index: int | None) -> str:
 
 
 @torch.no_grad()
-def apply_scales(graph: PathGraph, tensors: Tensors, units: Units, factors: Tensor) -> None:
+def apply_scales(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
     """Multiplies every parameter entry by ``s[head] / s[tail]^degree``, on the same Parameters.
 
     Checked first, applied after: if a result would not be finite, nothing has changed.
@@ -134,7 +134,7 @@ def apply_scales(graph: PathGraph, tensors: Tensors, units: Units, factors: Tens
         parameter.copy_(updated)
 
 
-def rescaled(parameter: Tensor, edge: EdgeUnits, factors: Tensor) -> Tensor:
+def rescaled(parameter: Tensor, edge: EdgeClasses, factors: Tensor) -> Tensor:
     """The entries of one parameter under a rescaling."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     head = factors[edge.head].to(parameter.device)
@@ -164,7 +164,7 @@ def unbalance(
     """
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
-    found = units_of(graph)
+    found = unit_classes_of(graph)
     hidden = found.count - 1
     picks = hidden // 4 if units is None else units
     if picks < 0:

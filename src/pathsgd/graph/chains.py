@@ -1,7 +1,7 @@
 """Chains of linear layers: where gamma_in and gamma_out are one vector per layer and nothing else.
 
 A region that is one stack of linear layers, biases included, on vectors. There a step can carry gamma from
-one step to the next without reading a weight twice (:mod:`pathsgd.optim.kernels`).
+one step to the next without reading a weight twice (:mod:`pathsgd.optim.fused`).
 """
 
 from __future__ import annotations

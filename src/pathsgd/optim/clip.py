@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pathsgd.optim.normalized import PathNormalized
+from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.path_sgd import PathSGD
 
 
@@ -32,7 +32,7 @@ def clip_path_grad_norm_(
             grad = parameter.grad
             if grad.is_sparse:
                 raise RuntimeError("clip_path_grad_norm_ does not support sparse gradients")
-            h = grad if gamma is None else gamma.divide(grad.to(gamma.arithmetic.dtype))
+            h = grad if gamma is None else gamma.gradient_to_z(grad.to(gamma.arithmetic.dtype))
             parts.append(torch.linalg.vector_norm(h))
             grads.append(grad)
     if not grads:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.scales import Scales, scales
-from pathsgd.geometry.sharing import Shared
+from pathsgd.geometry.gamma import Gammas, scales
+from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 
 Named = Mapping[str, Tensor]
@@ -71,17 +71,17 @@ def path_sgd(
             raise PathError(f"the graph knows no parameter {name!r}: trace the model again, or leave it out")
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
-    gammas = path_gammas(graph, params, buffers, p, shared=shared)
+    found = gammas(graph, params, buffers, p, shared=shared)
     moved, kept = dict(params), dict(state or {})
     for name, grad in grads.items():
-        gamma = gammas[name] if graph.parameters[name].normalised else None
+        gamma = found[name] if graph.parameters[name].normalised else None
         h = -grad if maximize else grad
-        h = h if gamma is None else gamma.divide(h.to(gamma.arithmetic.dtype))
+        h = h if gamma is None else gamma.gradient_to_z(h.to(gamma.arithmetic.dtype))
         if momentum:
             before = kept.get(name)
             kept[name] = h if before is None else momentum * before + h
             h = h + momentum * kept[name] if nesterov else kept[name]
-        step = lr * (h if gamma is None else gamma.divide(h))
+        step = lr * (h if gamma is None else gamma.step_from_z(h))
         weight, dtype = params[name], params[name].dtype
         if weight_decay:
             weight = (weight * (1 - lr * weight_decay)).to(dtype)
@@ -89,12 +89,12 @@ def path_sgd(
     return moved, kept
 
 
-def path_gammas(
+def gammas(
     graph: PathGraph, params: Named, buffers: Named | None = None, p: float = 2, *, shared: Shared = "kappa1"
-) -> Scales:
-    """gamma of every parameter by name, for rules of your own: with ``gamma = path_gammas(...)[name]``,
-    ``z = gamma.multiply(w)`` and ``h = gamma.divide(g)`` do not change under rescalings, and a step dz
-    becomes ``gamma.divide(dz)``. Not differentiated.
+) -> Gammas:
+    """gamma of every parameter by name, for rules of your own: with ``gamma = gammas(...)[name]``,
+    ``z = gamma.weight_to_z(w)`` and ``h = gamma.gradient_to_z(g)`` do not change under rescalings, and a step dz
+    becomes ``gamma.step_from_z(dz)``. Not differentiated.
 
     Under ``vmap`` and ``torch.compile``, which cannot look at numbers, plain floats are used: enough for
     networks of ordinary depth. Call it once outside, where it looks, if in doubt: its ``.exponents`` says

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
-from pathsgd.geometry.scales import Gamma, check_p
-from pathsgd.geometry.sharing import Shared, check_shared
+from pathsgd.geometry.gamma import Gamma, check_p
+from pathsgd.geometry.shared_weights import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
-from pathsgd.optim.kernels.choice import Choice, check_implementation
-from pathsgd.optim.kernels.plan import Plan, Ready
-from pathsgd.optim.kernels.rule import Rule, State
-from pathsgd.optim.limit import check_limit
-from pathsgd.optim.source import ScaleSource, source_and_params
+from pathsgd.optim.fused.choice import Choice, check_implementation
+from pathsgd.optim.fused.dispatch import Plan, Ready
+from pathsgd.optim.gamma_cache import GammaCache, source_and_params
+from pathsgd.optim.rule import Rule, State
+from pathsgd.optim.step_limit import check_limit
 from pathsgd.optim.update import by_foreach, invariant_steps, move, rates_of
 
 
@@ -121,7 +121,7 @@ class PathSGD(Optimizer):
         self.source.check_known(self.param_groups)
         self.source.calibrate(p)
 
-    source: ScaleSource
+    source: GammaCache
     implementation: Choice
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ class PathSGD(Optimizer):
         bound = group["max_relative_step"]
         if bound is not None and decay != 0:  # a limit is on all that moves a unit
             weights = [
-                p if g is None else g.multiply(p.to(g.arithmetic.dtype))
+                p if g is None else g.weight_to_z(p.to(g.arithmetic.dtype))
                 for p, g in zip(params, gammas, strict=True)
             ]
             steps = [step + rate * decay * w for step, rate, w in zip(steps, rates, weights, strict=True)]

@@ -1,7 +1,7 @@
 """The Path-SGD update of lists of tensors, in two halves: steps in invariant coordinates, and their way back.
 
 Between the two a step can be looked at where no rescaling changes it, which is where
-:mod:`pathsgd.optim.limit` does.
+:mod:`pathsgd.optim.step_limit` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from pathsgd.geometry.scales import Gamma, take_roots
+from pathsgd.geometry.gamma import Gamma, take_roots
 
 
 def path_sgd(
@@ -148,7 +148,7 @@ def divided(xs: list[Tensor], gammas: list[Gamma | None], foreach: bool) -> list
         x = x.to(gamma.arithmetic.dtype)
         inverse = gamma.inverse_root() if foreach else None
         if inverse is None:
-            found[k] = gamma.divide(x)
+            found[k] = gamma.gradient_to_z(x)
         else:
             found[k], together[k] = x, inverse
     if together:

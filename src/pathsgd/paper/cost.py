@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from pathsgd.paper.bench.measure import Setting, measure
-from pathsgd.paper.bench.methods import BASELINE
+from pathsgd.bench.measure import Setting, measure
+from pathsgd.bench.methods import BASELINE
+from pathsgd.console.machine import name_of
+from pathsgd.console.options import from_json
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.results import DataInfo
 from pathsgd.paper.experiment.study import Study
 from pathsgd.paper.experiment.training import architecture
-from pathsgd.paper.machine import name_of
-from pathsgd.paper.options import from_json
 
 SECONDS = 1.5
 """For each method."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Weight
+from pathsgd.graph.rules.pooling import reduce_to
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.shapes import reshape_value
-from pathsgd.graph.rules.windows import reduce_to
+from pathsgd.graph.rules.views import reshape_value
 
 # f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is.
 # Dropout multiplies by a mask, detach and the copies change no value.

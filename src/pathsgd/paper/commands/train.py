@@ -7,6 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+from pathsgd.console.options import add_options, from_json, given, merged
 from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.config import Run
@@ -15,7 +16,6 @@ from pathsgd.paper.experiment.manifest import note
 from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Line
-from pathsgd.paper.options import add_options, from_json, given, merged
 
 HELP = "one training run"
 DESCRIPTION = f"""\

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from pathsgd.console.extras import optional
 from pathsgd.paper.data.dataset import Dataset
-from pathsgd.paper.extras import optional
 
 EVERY = 5
 

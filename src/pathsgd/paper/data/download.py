@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pathsgd.console.extras import optional
 from pathsgd.errors import PathError
 from pathsgd.paper.data.checks import CHUNK, one_line, reading
 from pathsgd.paper.data.sources import Remote
-from pathsgd.paper.extras import optional
 
 ATTEMPTS = 4
 PAUSE = 1.0

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from pathsgd.console.extras import optional
 from pathsgd.errors import PathError
 from pathsgd.paper.data.checks import one_line
 from pathsgd.paper.data.dataset import Dataset
-from pathsgd.paper.extras import optional
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 LARGEST = 4 << 30

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pathsgd.console.options import option
 from pathsgd.errors import PathError
-from pathsgd.geometry.scales import check_p
+from pathsgd.geometry.gamma import check_p
 from pathsgd.paper.data.dataset import called
-from pathsgd.paper.options import option
 
 Init = Literal["balanced", "unbalanced", "powers-of-two"]
 Net = Literal["mlp", "conv"]

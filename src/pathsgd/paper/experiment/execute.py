@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pathsgd.console.machine import allow_tf32
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.experiment.record import Folder, Line, Recorded, Status
 from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Measured, Training
-from pathsgd.paper.machine import allow_tf32
 
 HOPELESS = 0.9
 """Of the error of guessing: a run that is not below it after its grace is stopped."""

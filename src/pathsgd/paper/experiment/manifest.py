@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import pathsgd
+from pathsgd.console.machine import name_of
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
-from pathsgd.paper.machine import name_of
 
 PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
 

@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 
+from pathsgd.console.options import from_json
 from pathsgd.errors import PathError
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.memory import bytes_of
-from pathsgd.paper.options import from_json
 
 Status = Literal["done", "diverged", "stopped"]
 Line = dict[str, Any]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pathsgd.console.options import from_json
 from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import called
 from pathsgd.paper.experiment import manifest, store
@@ -15,7 +16,6 @@ from pathsgd.paper.experiment.manifest import Manifest
 from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Recorded, read
 from pathsgd.paper.experiment.study import Cell, Study
-from pathsgd.paper.options import from_json
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pathsgd.console.options import option
 from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import called
 from pathsgd.paper.experiment.config import Init, Net, Run, Seeds
 from pathsgd.paper.experiment.methods import METHODS, method
-from pathsgd.paper.options import option
 
 ALL_STEP_SIZES = tuple(10.0**-a for a in range(11))
 

@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
+from pathsgd.console.extras import optional
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.extras import optional
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import draw_figure1
 from pathsgd.paper.figures.learning import draw_learning

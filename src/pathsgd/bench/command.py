@@ -1,0 +1,123 @@
+"""``pathsgd bench``: the settings, the table and the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pathsgd.bench.measure import Row, Setting, measure
+from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
+from pathsgd.bench.timing import bytes_per_us
+from pathsgd.console.machine import device_of, name_of
+from pathsgd.errors import PathError
+from pathsgd.paper.networks import small_image_resnet, stack
+
+HELP = "what a step costs, beside torch's optimizers"
+DESCRIPTION = """\
+Times the whole training step and the optimizer's step alone, for Path-SGD and for torch's optimizers side by
+side: one run, one machine, the methods taken in turn, medians. On a GPU steps are captured in CUDA graphs,
+and the optimizer's step is also timed eagerly. Ratios are to torch.optim.SGD(fused=True). The floor is the
+time to read weights and gradients and write weights once, at the bandwidth of a copy in the same run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
+    parser.add_argument("--quick", action="store_true", help="the paper's MNIST network only")
+    parser.add_argument("--sweep", action="store_true", help="also over batch, width and depth")
+    parser.add_argument(
+        "--methods", nargs="+", choices=list(METHODS), metavar="NAME", help="any of: " + "; ".join(METHODS)
+    )
+    parser.add_argument("--seconds", type=float, help="for each measurement (GPU: 0.5, CPU: 6)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, as they come")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here: .png or .svg")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: numbers of --json")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.read is not None:
+        found, rows = _read(options.read)
+        for row in rows:
+            print(line(row))
+    else:
+        found, rows = _measured(options)
+    if options.plot is not None:
+        from pathsgd.bench.plot import draw
+
+        draw(rows, f"{found['machine']}, torch {found['torch']}", options.plot)
+        print(f"drawn to {options.plot}")
+    return 0
+
+
+def _read(path: Path) -> tuple[dict[str, str], list[Row]]:
+    try:
+        found = json.loads(path.read_text())
+        return found, [Row(**row) for row in found["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PathError(f"{path} holds no numbers of pathsgd bench --json ({error})") from error
+
+
+def _measured(options: argparse.Namespace) -> tuple[dict[str, str], list[Row]]:
+    device = device_of(options.device)
+    on_gpu = device.type == "cuda"
+    seconds = options.seconds or (0.5 if on_gpu else 6.0)
+    speed = bytes_per_us(device)
+    machine = name_of(device)
+    if not on_gpu:
+        machine += f", {torch.get_num_threads()} threads, {platform.machine()}"
+    head = {"machine": machine, "torch": torch.__version__, "copy_TB_per_s": f"{speed / 1e6:.3f}"}
+    rows: list[Row] = []
+    for setting in settings(on_gpu, options.quick, options.sweep):
+        methods = tuple(options.methods or METHODS)
+        if setting.study != "networks":
+            methods = tuple(name for name in methods if name in SWEPT)
+        if BASELINE not in methods:
+            methods = (BASELINE, *methods)
+        new, failed = measure(setting, methods, seconds, speed, device)
+        rows += new
+        print("\n".join([*map(line, new), *(f"not measured: {reason}" for reason in failed)]), flush=True)
+        if options.json is not None:
+            text = json.dumps({**head, "rows": [asdict(row) for row in rows]}, indent=1)
+            options.json.write_text(text + "\n")
+    return head, rows
+
+
+def settings(on_gpu: bool, quick: bool, sweep: bool) -> Iterator[Setting]:
+    def paper(inputs: int, batch: int = 100, width: int = 4000, **more: object) -> Setting:
+        widths = (inputs, width, width, 10)
+        name = "-".join(map(str, widths))
+        return Setting(name, functools.partial(stack, *widths), (batch, inputs), **more)  # type: ignore[arg-type]
+
+    yield paper(784)
+    if not quick:
+        yield paper(3072)
+        if on_gpu:
+            yield paper(3072, tf32=True)
+            yield Setting("16 layers of 2048", functools.partial(stack, *[2048] * 16, 10), (100, 2048))
+            yield Setting("ResNet-18, 32x32", small_image_resnet, (128, 3, 32, 32))
+    if not sweep:
+        return
+    for batch in (1, 4, 16, 64, 256, 1024, 4096):
+        yield paper(784, batch, study="batch", at=batch)
+    for width in (256, 512, 1024, 2048, 4096, 8192, 16384):
+        yield paper(784, width=width, study="width", at=width)
+    for depth in (2, 4, 8, 16, 32, 64):
+        widths = [1024] * depth + [10]
+        make = functools.partial(stack, *widths)
+        yield Setting(f"{depth} layers of 1024", make, (100, 1024), study="depth", at=depth)
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.net:20} batch {row.batch:<5}{'tf32 ' if row.tf32 else '':5}{row.method:22}"
+        f"step {row.train_us:10.1f} us  {row.ratio:5.3f} of SGD  optimizer {row.step_us:9.1f} us  "
+        f"eager {row.eager_us:9.1f} us  floor {row.floor_us:8.1f} us"
+    )

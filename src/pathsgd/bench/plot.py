@@ -1,0 +1,83 @@
+"""The measurements as a figure: one panel of networks, and one for each sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pathsgd.bench.measure import Row
+from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
+from pathsgd.console.extras import optional
+
+AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
+STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
+"""Colour, marker, line: told apart in grey too."""
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    studies = [study for study in AXES if any(row.study == study for row in rows)]
+    figure = optional("matplotlib.figure", "drawing").Figure(
+        figsize=(11, 7.5 if studies else 4.2), layout="constrained"
+    )
+    top, *bottom = figure.subfigures(2 if studies else 1, 1, squeeze=False)[:, 0]
+    _networks(top.subplots(), [row for row in rows if row.study == "networks"])
+    if studies:
+        panels = bottom[0].subplots(1, len(studies), squeeze=False)[0]
+        for panel, study in zip(panels, studies, strict=True):
+            _sweep(panel, [row for row in rows if row.study == study], AXES[study])
+        panels[0].set_ylabel("training step / that of fused SGD")
+        panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.suptitle(f"Whole training step relative to torch.optim.SGD(fused=True): {title}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _networks(axes: Any, rows: Sequence[Row]) -> None:
+    """A line for each method, a mark on it for each network."""
+    nets = list(dict.fromkeys((row.net, row.tf32) for row in rows))
+    methods = [name for name in METHODS if name != BASELINE and any(row.method == name for row in rows)]
+    for (net, tf32), marker, shade in zip(nets, "os^Dv", ("0.0", "0.0", "0.5", "0.5", "0.75"), strict=False):
+        own = [row for row in rows if (row.net, row.tf32) == (net, tf32) and row.method in methods]
+        places = [methods.index(row.method) for row in own]
+        label = f"{net}{', tf32' if tf32 else ''}, batch {own[0].batch}"
+        axes.plot(
+            [row.ratio for row in own], places, marker, color=shade, markersize=5, label=label,
+            markerfacecolor="none" if shade == "0.0" and marker == "s" else shade,
+        )  # fmt: skip
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    largest = max(row.ratio for row in rows)
+    ticks = [t for t in (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20) if t <= largest * 1.2]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(methods)), methods, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="both", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("training step / that of fused SGD")
+    axes.legend(frameon=False, fontsize=8, loc="center right")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+TOP = 2.6
+"""Of the sweeps' axes; what is beyond is written there."""
+
+
+def _sweep(axes: Any, rows: Sequence[Row], label: str) -> None:
+    for method, (colour, marker, line) in STYLES.items():
+        own = sorted((row for row in rows if row.method == method), key=lambda row: row.at)
+        axes.plot(
+            [row.at for row in own], [min(row.ratio, TOP) for row in own], color=colour, marker=marker,
+            linestyle=line, markersize=4, label=method,
+        )  # fmt: skip
+        for row in own:
+            if row.ratio > TOP:
+                axes.text(row.at, TOP, f"{row.ratio:.1f}\u2191 ", ha="right", va="center", fontsize=8)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row.at for row in rows})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7)
+    axes.set_xlabel(label)
+    axes.set_ylim(0.9, TOP + 0.05)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

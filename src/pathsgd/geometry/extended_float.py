@@ -1,0 +1,180 @@
+"""Numbers beyond floating-point range: a mantissa and an exact power-of-two exponent per unit.
+
+A path weight of a deep or unbalanced network does not fit a float. ``ExtendedFloat(m, e)`` stands for
+``m * 2^(p e)`` with ``e`` an integer that broadcasts against ``m`` (one per unit, not per position).
+Exponents are folded into the weights *before* the power, so nothing is ever out of range; powers of two
+are exact, so rescaling a network by powers of two changes no mantissa. ``e is None`` means plain floats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEAD = -(1 << 24)
+"""The exponent of a zero: lower than any other, so that a dead unit never sets the scale of a sum."""
+
+
+class ExtendedFloat(NamedTuple):
+    """``mantissa * 2^(p * exponent)``."""
+
+    mantissa: Tensor
+    exponent: Tensor | None = None
+
+
+def power_of_two(n: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^n exactly, from its bits; 0 where n is below the normal range (``torch.ldexp`` may round)."""
+    if dtype == torch.float64:
+        return ((n.clamp(-1023, 1023).to(torch.int64) + 1023) << 52).view(torch.float64)
+    return ((n.clamp(-127, 127).to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def shift(x: Tensor, n: Tensor) -> Tensor:
+    """``x * 2^n`` exactly, in two halves because 2^n alone may be out of range where the product is not."""
+    half = torch.div(n, 2, rounding_mode="floor")
+    return x * power_of_two(half, x.dtype) * power_of_two(n - half, x.dtype)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x = m * 2^e`` with |m| in [1/2, 1), and ``e = DEAD`` where x is zero."""
+    exponent = torch.where(x == 0, DEAD, torch.frexp(x.detach()).exponent)
+    return shift(x, torch.where(x == 0, 0, -exponent)), exponent
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The sums and products of the powered network for one ``p``.
+
+    For ``p = inf`` every sum is a maximum and weights enter with power one.
+    """
+
+    p: float
+    dtype: torch.dtype
+    exponents: bool = False
+
+    @property
+    def unit(self) -> float:
+        """The power that one step of an exponent stands for."""
+        return 1.0 if math.isinf(self.p) else self.p
+
+    def power(self, w: Tensor) -> Tensor:
+        """``|w|^p``, by multiplications alone where p is a small integer: those are exact under
+        scaling by powers of two."""
+        if self.unit == 1:
+            return w.abs()
+        if self.unit != int(self.unit) or self.unit > 64:
+            if w.requires_grad:
+                # A second derivative of |w|^p at 0 would be inf times 0 for p < 2.
+                return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.unit))
+            return w.abs().pow(self.unit)
+        n = int(self.unit)
+        result = None
+        base = w if n % 2 == 0 else w.abs()
+        while n:
+            if n % 2:
+                result = base if result is None else result * base
+            n //= 2
+            base = base * base if n else base
+        assert result is not None
+        return result
+
+    def root(self, x: Tensor, numerator: float = 1.0) -> Tensor:
+        """``x^(numerator / p)``; for ``p = inf`` path weights carry power one already."""
+        exponent = numerator / self.unit
+        if exponent == 1:
+            return x
+        if exponent == 2:
+            return x * x
+        if exponent < 1 and (1 / exponent).is_integer() and _is_power_of_two(int(1 / exponent)):
+            for _ in range(int(1 / exponent).bit_length() - 1):
+                x = x.sqrt()
+            return x
+        return x.pow(exponent)
+
+    def shifted(self, x: Tensor, n: Tensor) -> Tensor:
+        """``x * 2^(p n)``."""
+        if self.unit == int(self.unit):
+            return shift(x, n * int(self.unit))
+        factor = torch.exp2(n.to(x.dtype) * (self.unit / 2))
+        return x * factor * factor
+
+    # Sums
+
+    def total(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        if math.isinf(self.p):
+            return x.amax(tuple(dims), keepdim=True)
+        return x.sum(tuple(dims), keepdim=True)
+
+    def reduce(self, x: ExtendedFloat, dims: Sequence[int]) -> ExtendedFloat:
+        if not dims:  # torch takes no axes for all axes
+            return x
+        x = self.common(x, dims)
+        return self.normalised(ExtendedFloat(self.total(x.mantissa, dims), x.exponent))
+
+    def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
+        """The sum (or the maximum) of several values of one shape."""
+        if len(values) == 1:
+            return values[0]
+        exponents = [v.exponent for v in values if v.exponent is not None]
+        parts = [v.mantissa for v in values]
+        highest = None
+        if exponents:
+            highest = exponents[0]
+            for e in exponents[1:]:
+                highest = torch.maximum(highest, e)
+            parts = [self.shifted(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
+        result = parts[0]
+        for part in parts[1:]:
+            result = torch.maximum(result, part) if math.isinf(self.p) else result + part
+        return self.normalised(ExtendedFloat(result, highest))
+
+    def multiply(self, x: ExtendedFloat, y: ExtendedFloat) -> ExtendedFloat:
+        if x.exponent is None or y.exponent is None:
+            return ExtendedFloat(x.mantissa * y.mantissa)
+        exponent = (x.exponent + y.exponent).clamp(min=DEAD)
+        return self.normalised(ExtendedFloat(x.mantissa * y.mantissa, exponent))
+
+    # Exponents
+
+    def common(self, x: ExtendedFloat, dims: Sequence[int]) -> ExtendedFloat:
+        """``x`` with one exponent along each of ``dims``: the largest."""
+        if x.exponent is None or all(x.exponent.shape[d] == 1 for d in dims):
+            return x
+        highest = x.exponent.amax(tuple(dims), keepdim=True)
+        return ExtendedFloat(self.shifted(x.mantissa, x.exponent - highest), highest)
+
+    def normalised(self, x: ExtendedFloat) -> ExtendedFloat:
+        """The same numbers with the largest mantissa of each unit in [1, 2^p)."""
+        if x.exponent is None or not x.mantissa.numel():
+            return x
+        shared = [d for d in range(x.mantissa.dim()) if x.exponent.shape[d] == 1]
+        mantissa = x.mantissa.detach()
+        top = mantissa.amax(tuple(shared), keepdim=True) if shared else mantissa
+        binary = torch.frexp(top).exponent - 1
+        steps = torch.floor(binary / self.unit).to(torch.int32)
+        steps = torch.where(top == 0, 0, steps)
+        exponent = torch.where(top == 0, DEAD, x.exponent + steps)
+        return ExtendedFloat(self.shifted(x.mantissa, -steps), exponent)
+
+    def ones(self, shape: Sequence[int], device: torch.device) -> ExtendedFloat:
+        exponent = None
+        if self.exponents:
+            exponent = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
+        return ExtendedFloat(torch.ones(tuple(shape), dtype=self.dtype, device=device), exponent)
+
+    def edges(self, w: Tensor, shape: Sequence[int]) -> ExtendedFloat:
+        """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
+        w = w.to(self.dtype).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
+        if not self.exponents:
+            return ExtendedFloat(self.power(w).expand(tuple(shape)))
+        mantissa, exponent = split(w)
+        return ExtendedFloat(self.power(mantissa).expand(tuple(shape)), exponent)
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

@@ -1,0 +1,1 @@
+"""What each operation of a path graph does to path weights."""

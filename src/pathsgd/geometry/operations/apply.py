@@ -1,0 +1,160 @@
+"""What one operation does to path weights, and its adjoint.
+
+Every operation is linear in its input, so its adjoint is again an operation: the backward pass of
+Algorithm 1 is the forward pass of these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations import movement
+from pathsgd.geometry.operations.contraction import contract
+from pathsgd.geometry.operations.convolution import conv
+from pathsgd.geometry.operations.windows import window_matrix
+from pathsgd.graph.nodes import (
+    Add,
+    AxisMap,
+    Begin,
+    Cat,
+    Conv,
+    Embed,
+    Expand,
+    Linear,
+    Operation,
+    Permute,
+    Reduce,
+    Reshape,
+    Scale,
+    Shape,
+    Slice,
+    Source,
+    Square,
+)
+
+
+def apply(
+    arithmetic: Arithmetic,
+    operation: Operation,
+    inputs: list[ExtendedFloat],
+    weight: Tensor | None,
+    shape: Shape,
+    device: torch.device,
+) -> ExtendedFloat:
+    """The value of one node from the values of its inputs."""
+    match operation:
+        case Begin():
+            return arithmetic.ones(shape, device)
+        case Source():
+            assert weight is not None
+            return arithmetic.edges(weight, shape)
+        case Linear():
+            assert weight is not None
+            return contract(arithmetic, inputs[0], weight)
+        case Conv():
+            assert weight is not None
+            return conv(arithmetic, operation, inputs[0], weight)
+        case Scale():
+            assert weight is not None
+            return arithmetic.multiply(inputs[0], arithmetic.edges(weight, shape))
+        case Add():
+            return arithmetic.add(inputs)
+        case Square():
+            return arithmetic.multiply(inputs[0], inputs[0])
+        case AxisMap():
+            return axis_map(arithmetic, operation, inputs[0])
+        case Reduce():
+            return arithmetic.reduce(inputs[0], operation.dims)
+        case Cat():
+            return movement.cat(inputs, operation.dim)
+        case _:
+            return movement.move(operation, inputs[0])
+
+
+def adjoint(
+    arithmetic: Arithmetic,
+    operation: Operation,
+    gradient: ExtendedFloat,
+    weight: Tensor | None,
+    shapes: list[Shape],
+    squared: ExtendedFloat | None = None,
+) -> list[ExtendedFloat]:
+    """The path weight that flows back to each input of a node, given their shapes (and the value
+    that is squared, the one operation that is not linear)."""
+    match operation:
+        case Begin() | Source():
+            return []
+        case Linear():
+            assert weight is not None
+            return [contract(arithmetic, gradient, weight.t())]
+        case Conv():
+            assert weight is not None
+            out = tuple(gradient.mantissa.shape)
+            return [conv(arithmetic, flipped(operation, shapes[0], out), gradient, weight)]
+        case Scale():
+            assert weight is not None
+            return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
+        case Add():
+            return [gradient] * len(shapes)
+        case Square():
+            # d(x^2) = 2 x dx; the best pair of paths (p = inf) has no factor 2.
+            factor = 1 if math.isinf(arithmetic.p) else 2
+            assert squared is not None
+            pair = arithmetic.multiply(gradient, squared)
+            return [ExtendedFloat(pair.mantissa * factor, pair.exponent)]
+        case AxisMap():
+            return [axis_map(arithmetic, replace(operation, adjoint=True), gradient)]
+        case Expand():
+            dims = [d for d, n in enumerate(shapes[0]) if n != operation.shape[d]]
+            return [arithmetic.reduce(gradient, dims)]
+        case Reduce():
+            return [movement.move(Expand(shapes[0]), gradient)]
+        case Cat():
+            sizes = [shape[operation.dim] for shape in shapes]
+            return [
+                movement.move(Slice(operation.dim, sum(sizes[:k]), size), gradient)
+                for k, size in enumerate(sizes)
+            ]
+        case Reshape():
+            return [movement.move(Reshape(shapes[0]), gradient)]
+        case Permute():
+            inverse = sorted(range(len(operation.dims)), key=operation.dims.__getitem__)
+            return [movement.move(Permute(tuple(inverse)), gradient)]
+        case Slice():
+            back = Embed(operation.dim, operation.start, shapes[0][operation.dim], operation.step)
+            return [movement.move(back, gradient)]
+        case Embed():
+            length = shapes[0][operation.dim]
+            return [movement.move(Slice(operation.dim, operation.start, length, operation.step), gradient)]
+
+
+def flipped(operation: Conv, into: Shape, out: Shape) -> Conv:
+    """The adjoint of a convolution: its transpose, and the other way round, with the same weight."""
+    if operation.transposed:
+        return replace(operation, transposed=False, output_padding=(0,) * len(operation.stride))
+    kernel = operation.weight.shape[2:]
+    natural = [
+        (out[2 + k] - 1) * operation.stride[k] - 2 * operation.padding[k]
+        + operation.dilation[k] * (kernel[k] - 1) + 1
+        for k in range(len(kernel))
+    ]  # fmt: skip
+    extra = tuple(into[2 + k] - natural[k] for k in range(len(kernel)))
+    return replace(operation, transposed=True, output_padding=extra)
+
+
+def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
+    x = arithmetic.common(x, [operation.dim])
+    matrix = window_matrix(operation.window, arithmetic.dtype, x.mantissa.device)
+    edges = arithmetic.power(matrix.t() if operation.adjoint else matrix)
+    moved = x.mantissa.movedim(operation.dim, -1)
+    if math.isinf(arithmetic.p):
+        rows = [(moved * edge).amax(-1) for edge in edges]
+        mapped = torch.stack(rows, -1)
+    else:
+        mapped = moved @ edges.t()
+    return arithmetic.normalised(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))

@@ -1,0 +1,118 @@
+"""``y[o] = sum_i |W[o, i]|^p x[i]``: the step of Algorithm 1, in cache-sized blocks.
+
+|W|^p is never stored whole: a block of W is read once, powered and used while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, shift
+from pathsgd.geometry.operations.movement import cat
+
+BLOCK = 1 << 18
+"""Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
+
+BLOCK_ON_DEVICE = 1 << 25
+"""Elsewhere a block only bounds the memory: few large kernels are faster than many small ones."""
+
+
+def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+    """A linear layer in the powered network; ``x`` has its units on the last axis."""
+    if x.exponent is not None:
+        return _contract_scaled(arithmetic, x, weight)
+    weight = weight.to(arithmetic.dtype)
+    lead = x.mantissa.shape[:-1]
+    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
+    if math.isinf(arithmetic.p):
+        y = _max_product(rows, arithmetic.power(weight))
+    elif torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad):
+        y = rows @ arithmetic.power(weight).t()
+    else:
+        y = _blocked(arithmetic, rows, weight)
+    return ExtendedFloat(y.reshape(*lead, weight.shape[0]))
+
+
+def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
+    outputs, inputs = weight.shape
+    block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
+    if weight.numel() <= block_size:
+        return x @ arithmetic.power(weight).t()
+    if weight.stride(0) >= weight.stride(1):
+        step = max(block_size // inputs, 1)
+        parts = [x @ arithmetic.power(block).t() for block in weight.split(step)]
+        return torch.cat(parts, 1)
+    step = max(block_size // outputs, 1)
+    y = x.new_zeros(x.shape[0], outputs)
+    for columns, block in zip(x.split(step, 1), weight.split(step, 1), strict=True):
+        y = y.addmm(columns, arithmetic.power(block).t())
+    return y
+
+
+def _max_product(x: Tensor, edges: Tensor) -> Tensor:
+    """``max_i edges[o, i] x[n, i]``."""
+    if not edges.numel():
+        return x.new_zeros(x.shape[0], edges.shape[0])
+    step = max(BLOCK // max(edges.numel(), 1), 1)
+    parts = [(edges * rows[:, None, :]).amax(-1) for rows in x.split(step)]
+    return torch.cat(parts)
+
+
+def _contract_scaled(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+    assert x.exponent is not None
+    ndim = x.mantissa.dim()
+    for dim in range(ndim - 1):
+        exponent = x.exponent
+        if exponent.shape[dim] > 1:
+            first = exponent.narrow(dim, 0, 1)
+            if bool((exponent == first).all()):
+                x = ExtendedFloat(x.mantissa, first)
+                continue
+            # Positions whose exponents differ are contracted apart, so that none is lost.
+            parts = [
+                _contract_scaled(
+                    arithmetic,
+                    ExtendedFloat(x.mantissa.narrow(dim, k, 1), exponent.narrow(dim, k, 1)),
+                    weight,
+                )
+                for k in range(exponent.shape[dim])
+            ]
+            return cat(parts, dim)
+    assert x.exponent is not None
+    weight = weight.to(arithmetic.dtype)
+    lead = x.mantissa.shape[:-1]
+    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
+    tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(-1)
+    outputs, exponents = [], []
+    block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
+    for block in weight.split(max(block_size // max(weight.shape[1], 1), 1)):
+        edges, exponent = folded(arithmetic, block, tail)
+        exponents.append(exponent)
+        product = _max_product if math.isinf(arithmetic.p) else _sum_product
+        outputs.append(product(rows, edges))
+    y = torch.cat(outputs, 1).reshape(*lead, weight.shape[0])
+    head = torch.cat(exponents).reshape((1,) * (ndim - 1) + (-1,))
+    return arithmetic.normalised(ExtendedFloat(y, head))
+
+
+def _sum_product(x: Tensor, edges: Tensor) -> Tensor:
+    return x @ edges.t()
+
+
+def folded(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """``|W[o, ...] 2^(tail - head_o)|^p`` and ``head``, chosen so that the largest entry of each row
+    lies in [1/2, 1) before the power. ``tail`` broadcasts against ``weight``."""
+    if not weight.numel():
+        return weight, torch.full((weight.shape[0],), DEAD, dtype=torch.int32, device=weight.device)
+    detached = weight.detach()
+    exponent = torch.frexp(detached).exponent + tail
+    exponent = torch.where((detached == 0) | (tail <= DEAD // 2), DEAD, exponent)
+    head = exponent.reshape(weight.shape[0], -1).amax(1)
+    column = head.reshape(-1, *(1,) * (weight.dim() - 1))
+    alive = exponent > DEAD // 2
+    edges = arithmetic.power(shift(weight, torch.where(alive, tail - column, 0)))
+    return torch.where(alive, edges, 0), head

@@ -1,0 +1,198 @@
+"""Convolutions of the powered network: sums by torch's own kernels, maxima tap by tap."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations.contraction import folded
+from pathsgd.graph.nodes import Conv, Shape
+
+
+def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+    """A convolution (or its transpose) in the powered network."""
+    weight = weight.to(arithmetic.dtype)
+    head = None
+    if x.exponent is None:
+        edges = arithmetic.power(weight)
+    else:
+        ndim = x.mantissa.dim()
+        x = arithmetic.common(x, [d for d in range(ndim) if d != 1])
+        assert x.exponent is not None
+        channels = x.mantissa.shape[1]
+        tail = x.exponent.expand(1, channels, *(1,) * (ndim - 2)).reshape(channels)
+        rows, head = folded(arithmetic, by_output(operation, weight), tail_of(operation, tail, weight))
+        edges = from_output(operation, rows, weight.shape)
+        head = head.reshape(1, -1, *(1,) * (ndim - 2))
+    if math.isinf(arithmetic.p):
+        y = max_conv(operation, x.mantissa, edges)
+    elif _better_as_product(operation, x.mantissa):
+        y = _product(operation, x.mantissa, edges)
+    else:
+        y = torch.convolution(
+            x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
+            operation.transposed, operation.output_padding, operation.groups,
+        )  # fmt: skip
+    return arithmetic.normalised(ExtendedFloat(y, head))
+
+
+LARGEST_PRODUCT = 1 << 22
+"""Entries of the matrix of patches up to which it is cheap to write down."""
+
+
+def _better_as_product(operation: Conv, x: Tensor) -> bool:
+    """A convolution of one image by many channels: cudnn walks it with few threads, up to five times as long
+    as a matrix product takes."""
+    if not x.is_cuda or x.dim() != 4 or len(x) != 1 or operation.transposed or operation.groups != 1:
+        return False
+    places = math.prod(_output_size(operation, tuple(x.shape[2:])))
+    return places * math.prod(operation.weight.shape[1:]) <= LARGEST_PRODUCT
+
+
+def _product(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
+    """The convolution as the product of the weights and the matrix of patches."""
+    patches = torch.nn.functional.unfold(
+        x, tuple(edges.shape[2:]), operation.dilation, operation.padding, operation.stride
+    )
+    y = edges.reshape(len(edges), -1) @ patches[0]
+    return y.reshape(1, len(edges), *_output_size(operation, tuple(x.shape[2:])))
+
+
+def by_output(operation: Conv, weight: Tensor) -> Tensor:
+    """The weight with its output channels on axis 0: ``(outputs, inputs / groups, *taps)``."""
+    if not operation.transposed:
+        return weight
+    g = operation.groups
+    inputs, outputs, *taps = weight.shape
+    grouped = weight.reshape(g, inputs // g, outputs, *taps).transpose(1, 2)
+    return grouped.reshape(g * outputs, inputs // g, *taps)
+
+
+def from_output(operation: Conv, rows: Tensor, shape: Shape) -> Tensor:
+    """The inverse of :func:`by_output`."""
+    if not operation.transposed:
+        return rows
+    g = operation.groups
+    inputs, outputs, *taps = shape
+    return rows.reshape(g, outputs, inputs // g, *taps).transpose(1, 2).reshape(shape)
+
+
+def tail_of(operation: Conv, per_channel: Tensor, weight: Tensor) -> Tensor:
+    """One number per input channel, laid along the rows of :func:`by_output`."""
+    g = operation.groups
+    taps = (1,) * (weight.dim() - 2)
+    outputs = weight.shape[1] * g if operation.transposed else weight.shape[0]
+    grouped = per_channel.reshape(g, 1, -1).expand(g, outputs // g, -1)
+    return grouped.reshape(outputs, -1, *taps)
+
+
+def weight_adjoint(
+    arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, gradient: ExtendedFloat, weight: Tensor
+) -> ExtendedFloat:
+    """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at."""
+    ndim = x.mantissa.dim()
+    rest = [d for d in range(ndim) if d != 1]
+    x, gradient = arithmetic.common(x, rest), arithmetic.common(gradient, rest)
+    if math.isinf(arithmetic.p):
+        value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
+    else:
+        _, value, _ = torch.ops.aten.convolution_backward(
+            gradient.mantissa, x.mantissa, weight.to(arithmetic.dtype), None, operation.stride,
+            operation.padding, operation.dilation, operation.transposed, operation.output_padding,
+            operation.groups, (False, True, False),
+        )  # fmt: skip
+    if x.exponent is None or gradient.exponent is None:
+        return ExtendedFloat(value)
+    channels = x.mantissa.shape[1]
+    into = x.exponent.expand(1, channels, *(1,) * (ndim - 2)).reshape(-1)
+    outputs = gradient.mantissa.shape[1]
+    out = gradient.exponent.expand(1, outputs, *(1,) * (ndim - 2)).reshape(-1)
+    tail = tail_of(operation, into, weight)
+    head = out.reshape(-1, *(1,) * (weight.dim() - 1))
+    per_pair = (tail + head).expand(*tail.shape)
+    shape = (*weight.shape[:2], *(1,) * (weight.dim() - 2))
+    return arithmetic.normalised(ExtendedFloat(value, from_output(operation, per_pair, shape)))
+
+
+# p = inf: a maximum over taps and channels, where torch has no kernel
+
+
+def _taps(
+    operation: Conv, small: Shape, large: Shape
+) -> Iterator[tuple[Shape, tuple[slice, ...], tuple[slice, ...]]]:
+    """For every tap, the places of the small grid and the places of the large grid it joins.
+
+    The small grid is a convolution's output and the large one its input; transposed the other way.
+    """
+    kernel = operation.weight.shape[2:]
+    for tap in itertools.product(*map(range, kernel)):
+        here, there = [], []
+        for k, t in enumerate(tap):
+            stride, offset = operation.stride[k], t * operation.dilation[k] - operation.padding[k]
+            first = max(-(offset // stride) if offset < 0 else 0, 0)
+            last = min((large[k] - 1 - offset) // stride, small[k] - 1)
+            here.append(slice(first, max(last + 1, first)))
+            start = first * stride + offset
+            stop = max(last * stride + offset + 1, start)
+            there.append(slice(start, stop, stride))
+        if all(s.stop > s.start for s in here):
+            yield tap, tuple(here), tuple(there)
+
+
+def at(x: Tensor, places: tuple[int, ...] | tuple[slice, ...]) -> Tensor:
+    """A view of ``x`` at these places of its last axes."""
+    index: tuple[Any, ...] = (Ellipsis, *places)
+    return x[index]
+
+
+def max_conv(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
+    """A convolution whose sums are maxima."""
+    rows = by_output(operation, edges)
+    g = operation.groups
+    spatial_in = tuple(x.shape[2:])
+    spatial_out = _output_size(operation, spatial_in)
+    y = x.new_zeros(x.shape[0], rows.shape[0], *spatial_out)
+    grouped = x.reshape(x.shape[0], g, 1, -1, *spatial_in)
+    small, large = (spatial_in, spatial_out) if operation.transposed else (spatial_out, spatial_in)
+    for tap, on_small, on_large in _taps(operation, small, large):
+        source, target = (on_small, on_large) if operation.transposed else (on_large, on_small)
+        weights = at(rows, tap).reshape(1, g, -1, rows.shape[1], *(1,) * len(spatial_in))
+        best = (at(grouped, source) * weights).amax(3)
+        part = at(y, target)
+        part.copy_(torch.maximum(part.clone(), best.reshape(part.shape)))
+    return y
+
+
+def _output_size(operation: Conv, size: Shape) -> Shape:
+    kernel = operation.weight.shape[2:]
+    sizes = []
+    for k, n in enumerate(size):
+        reach = operation.dilation[k] * (kernel[k] - 1) + 1
+        if operation.transposed:
+            out = (n - 1) * operation.stride[k] - 2 * operation.padding[k] + reach
+            sizes.append(out + operation.output_padding[k])
+        else:
+            sizes.append((n + 2 * operation.padding[k] - reach) // operation.stride[k] + 1)
+    return tuple(sizes)
+
+
+def _max_weight_adjoint(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    g = operation.groups
+    spatial_in, spatial_out = tuple(x.shape[2:]), tuple(gradient.shape[2:])
+    rows = by_output(operation, weight)
+    best = x.new_zeros(rows.shape)
+    into = x.reshape(x.shape[0], g, 1, -1, *spatial_in)
+    out = gradient.reshape(x.shape[0], g, -1, 1, *spatial_out)
+    small, large = (spatial_in, spatial_out) if operation.transposed else (spatial_out, spatial_in)
+    for tap, on_small, on_large in _taps(operation, small, large):
+        source, target = (on_small, on_large) if operation.transposed else (on_large, on_small)
+        pairs = at(into, source) * at(out, target)
+        reduced = pairs.amax(dim=(0, *range(4, pairs.dim())))
+        at(best, tap).copy_(reduced.reshape(rows.shape[:2]))
+    return from_output(operation, best, tuple(weight.shape))

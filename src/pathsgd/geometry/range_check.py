@@ -1,0 +1,136 @@
+"""Were plain floats enough? If not, the pass is run again with exponents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations.apply import adjoint, apply
+from pathsgd.geometry.passes import PoweredNetwork, Values
+from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Reduce, Scale, Source, Square
+
+PRODUCTS = (Source, Scale, Square)
+SUMS = (Linear, Conv, Add, AxisMap, Reduce)
+
+
+def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
+    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
+
+    A term of a sum is known to within the smallest subnormal times the largest number; a sum over
+    these bounds is so much larger that nothing is lost. A product only has to be a normal number.
+    """
+    if dtype == torch.float64:
+        return 2.0**-1000, 2.0**-600, 2.0**400
+    return 2.0**-120, 2.0**-60, 2.0**40
+
+
+@dataclass
+class RangeCheck:
+    """Notes the extremes of a pass as it goes and looks at them once, at the end."""
+
+    flow: PoweredNetwork
+    looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        readers: dict[int, set[type]] = {}
+        for node in self.flow.graph.nodes:
+            for source in node.inputs:
+                readers.setdefault(source, set()).add(type(node.operation))
+        self._summands = {k for k, kinds in readers.items() if kinds == {Add}} - set(self.flow.graph.ends)
+
+    def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
+        operation = self.flow.graph.nodes[k].operation
+        if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
+            return
+        if forward and isinstance(operation, PRODUCTS) and k in self._summands:
+            return  # what is too small to matter in a sum may be lost; the sum is looked at
+        mantissa = value.mantissa
+        if forward and isinstance(operation, Source):
+            # A bias of zero is common and no reason to look closer.
+            weight = self.flow.weight(k)
+            assert weight is not None
+            mantissa = torch.where(weight == 0, 1, self.flow.source(k))
+        self.looked.append((k, forward, *torch.aminmax(mantissa)))
+
+    def passed(self) -> bool:
+        if not self.looked:
+            return True
+        suspects = self.suspects(self.extremes().tolist())
+        return suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
+
+    def extremes(self) -> Tensor:
+        """The least and the largest numbers seen, still on the device: [2, places]."""
+        least, largest = [x for *_, x, _ in self.looked], [x for *_, x in self.looked]
+        return torch.stack([*least, *largest]).reshape(2, -1)
+
+    def suspects(self, extremes: list[list[float]]) -> set[tuple[int, bool, float]] | None:
+        """The places (node, forward, bound) where something is too small, or is zero; None if anything is
+        too large."""
+        product, total, high = safe_range(self.flow.arithmetic.dtype)
+        if not all(largest <= high for largest in extremes[1]):
+            return None
+        found = set()
+        for (k, forward, *_), least in zip(self.looked, extremes[0], strict=True):
+            single = forward and isinstance(self.flow.graph.nodes[k].operation, PRODUCTS)
+            low = product if single else total
+            if not least >= low:
+                found.add((k, forward, low))
+        return found
+
+    def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
+        """Whether what is out of range is zero, and rightly so: no path reaches those units."""
+        # Rare enough that the passes are run again rather than kept in memory.
+        values = dict(self.flow.forward())
+        gradients: Values = {}
+        if not all(forward for _, forward, _ in suspects):
+            gradients = dict(self.flow.backward(dict(values)))
+        for k, forward, low in suspects:
+            m = (values[k] if forward else gradients[k]).mantissa
+            if bool(((m > 0) & (m < low)).any()):
+                return False
+            if self._lost_forward(k, values) if forward else self._lost_backward(k, values, gradients):
+                return False
+        return True
+
+    def _lost_forward(self, k: int, values: Values) -> bool:
+        """Whether a unit of node k that paths reach was computed to be zero."""
+        node = self.flow.graph.nodes[k]
+        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
+        alive = [self._alive(source, values, plain) for source in node.inputs]
+        reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.flow.device)
+        return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
+
+    def _alive(self, k: int, values: Values, plain: Arithmetic) -> ExtendedFloat:
+        """Which units of node k paths reach. What was not looked at may be zero for being too small."""
+        node = self.flow.graph.nodes[k]
+        if k not in self._summands or not isinstance(node.operation, PRODUCTS):
+            return _indicator(values[k].mantissa, plain)
+        inputs = [self._alive(source, values, plain) for source in node.inputs]
+        return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.flow.device)
+
+    def _lost_backward(self, k: int, values: Values, gradients: Values) -> bool:
+        """The same question for what flows back into node k from its readers."""
+        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
+        nodes = self.flow.graph.nodes
+        for reader, node in enumerate(nodes):
+            if k not in node.inputs or reader not in gradients:
+                continue
+            shapes = [nodes[source].shape for source in node.inputs]
+            alive = _indicator(gradients[reader].mantissa, plain)
+            weight = self._nonzero(reader)
+            back = adjoint(plain, node.operation, alive, weight, shapes, values[node.inputs[0]])
+            for source, flowed in zip(node.inputs, back, strict=True):
+                if source == k and bool(((flowed.mantissa > 0) & (gradients[k].mantissa == 0)).any()):
+                    return True
+        return False
+
+    def _nonzero(self, k: int) -> Tensor | None:
+        weight = self.flow.weight(k)
+        return None if weight is None else (weight != 0).to(self.flow.arithmetic.dtype)
+
+
+def _indicator(x: Tensor, arithmetic: Arithmetic) -> ExtendedFloat:
+    return ExtendedFloat((x > 0).to(arithmetic.dtype))

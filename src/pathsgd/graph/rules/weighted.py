@@ -1,0 +1,265 @@
+"""Operators whose weights stand on edges: linear layers, convolutions, embeddings, products and sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, broadcast, is_fixed, is_zero
+from pathsgd.graph.nodes import Conv, Shape, Weight, number
+from pathsgd.graph.rules.pooling import zero_pad
+from pathsgd.graph.rules.registry import Call, rule
+from pathsgd.graph.rules.views import permute_value, reshape_value
+
+
+def biased(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = -1) -> Paths:
+    """``x`` plus the bias argument, if there is one, laid along the axis ``channel``."""
+    if call.get(name) is None:
+        return x
+    bias: Value = call[name] if isinstance(call[name], Unknown) else call.weight(name).as_role("bias")
+    ndim = len(b.shape(x))
+    after = ndim - 1 - channel % ndim
+    return b.add([x, reshape_value(b, bias, (*b.shape(bias), *(1,) * after))])
+
+
+@rule("linear")
+def linear(b: Builder, call: Call) -> Value:
+    if is_zero(call["input"]):
+        # The zero state a recurrence starts from: no path but the bias, whatever the weight.
+        call.get("weight")
+        zero = replace(number(0), shape=call.shape)
+        return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
+    x, weight = activation(b, call, "input"), call["weight"]
+    if isinstance(weight, Unknown):
+        return biased(b, computed(b, call, x, weight), call)
+    return biased(b, b.linear(x, call.weight("weight")), call)
+
+
+def activation(b: Builder, call: Call, name: str) -> Paths:
+    """An argument that acts as an activation; a parameter there (a learned query) is a constant's edges."""
+    value = call[name]
+    if isinstance(value, Unknown) and not value.parameters:
+        return b.paths(replace(value, reason="input"))
+    return b.paths(value) if isinstance(value, Weight) else call.paths(name)
+
+
+def computed(b: Builder, call: Call, x: Paths, weight: Unknown, shape: Shape | None = None) -> Paths:
+    """A layer whose weight is computed from parameters ends the region; its bias opens the next."""
+    b.end(x, weight.reason)
+    b.end(weight, weight.reason)
+    return b.begin(call.shape if shape is None else shape, weight.reason)
+
+
+@rule("matmul", "mm", "bmm", "mv", "dot")
+def matmul(b: Builder, call: Call) -> Value:
+    left: Value = call["self"]
+    right: Value = call.get("other", "mat2", "vec", "tensor")
+    if is_zero(left) or is_zero(right):
+        return replace(number(0), shape=call.shape)
+    return product(b, call, left, right)
+
+
+@rule("addmm", "baddbmm", "addbmm")
+def addmm(b: Builder, call: Call) -> Value:
+    left, right = call.get("mat1", "batch1"), call.get("mat2", "batch2")
+    result = b.times(product(b, call, left, right), call.get("alpha", default=1))
+    beta = call.get("beta", default=1)
+    if beta == 0:
+        return result
+    added: Value = call["self"]
+    if isinstance(added, Weight):
+        added = added.as_role("bias")
+    return b.add([result, times(b, call, added, number(beta))])
+
+
+def product(b: Builder, call: Call, left: Value, right: Value) -> Paths:
+    """A matrix product with an activation on one side and a weight (or a softmax) on the other."""
+    if isinstance(left, Paths) and left.mixes and isinstance(right, Paths) and len(b.shape(left)) > 1:
+        return attend(b, right, queries=b.shape(left)[-2], shape=call.shape)
+    if isinstance(left, Paths) and isinstance(right, Weight):
+        weight = right if len(right.shape) > 1 else _weight(reshape_value(b, right, (-1, 1)))
+        rows = weight_matrix(b, call, weight, transpose=True)
+        return b.reshape(b.linear(left, rows), call.shape)
+    if isinstance(right, Paths) and isinstance(left, Weight):
+        weight = left if len(left.shape) > 1 else _weight(reshape_value(b, left, (1, -1)))
+        rows = weight_matrix(b, call, weight, transpose=False)
+        ndim = len(b.shape(right))
+        x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
+        y = b.linear(_swapped(b, x), rows)
+        return b.reshape(_swapped(b, y), call.shape)
+    for value in (left, right):
+        if isinstance(value, Unknown):
+            raise Ends(value.reason)
+    raise Ends(f"{call.name} of two activations")
+
+
+def weight_matrix(b: Builder, call: Call, weight: Weight, transpose: bool) -> Weight:
+    """A weight operand as the rows ``W[o, i]`` of a linear layer."""
+    *lead, _, _ = weight.shape
+    if any(n != 1 for n in lead):
+        raise Ends(f"{call.name} with a different weight matrix for each of several entries")
+    matrix = _weight(reshape_value(b, weight, weight.shape[-2:]))
+    return _weight(permute_value(b, matrix, (1, 0))) if transpose else matrix
+
+
+def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
+    """``softmax(.) @ V``: linear in V with weights that sum to one, taken as an average over the keys.
+
+    The true weights depend on the data; any fixed ones that sum to one leave the rescalings of V and
+    of the output projection as they are, and these make the result that of average pooling.
+    """
+    if len(b.shape(values)) < 2:
+        raise Ends("a softmax applied to a vector")
+    keys = b.shape(values)[-2]
+    average = b.times(b.reduce(values, (len(b.shape(values)) - 2,)), 1 / max(keys, 1))
+    target = (*shape[:-2], queries, shape[-1]) if len(shape) > 1 else shape
+    lead = b.shape(average)
+    if len(target) < len(lead):
+        average = b.reshape(average, lead[-len(target) :])
+    return b.expand(average, target)
+
+
+@rule("scaled_dot_product_attention")
+def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
+    values = call.paths("value")
+    if b.shape(values)[:-2] != call.shape[:-2]:
+        raise Ends("attention with grouped queries")
+    for name in ("query", "key"):
+        b.end(call[name], "queries and keys of attention enter a softmax")
+    return attend(b, values, call.shape[-2], call.shape)
+
+
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+      "convolution")  # fmt: skip
+def convolution(b: Builder, call: Call) -> Value:
+    x = activation(b, call, "input")
+    if isinstance(call["weight"], Unknown):
+        y = computed(b, call, x, call["weight"])
+        return biased(b, y, call, channel=len(call.shape) - len(call["weight"].shape) + 1)
+    weight = call.weight("weight")
+    if len(b.shape(x)) < len(weight.shape):
+        batched = b.reshape(x, (1, *b.shape(x)))
+        y = _convolution(b, call, batched, weight, (1, *call.shape))
+        return b.reshape(y, call.shape)
+    return _convolution(b, call, x, weight, call.shape)
+
+
+def _convolution(b: Builder, call: Call, x: Paths, weight: Weight, shape: Shape) -> Paths:
+    n = len(weight.shape) - 2
+
+    def per_axis(name: str, default: int) -> Shape:
+        value: Any = call.get(name, default=default)
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return tuple(value) * n if len(value) == 1 else tuple(value)
+
+    transposed = "transpose" in call.name or bool(call.get("transposed", default=False))
+    stride, dilation = per_axis("stride", 1), per_axis("dilation", 1)
+    if call.get("padding") in ("same", "valid"):
+        padding = (0,) * n
+        if call["padding"] == "same":
+            for axis in range(n):
+                total = dilation[axis] * (weight.shape[2 + axis] - 1)
+                x = zero_pad(b, x, 2 + axis, total // 2, total - total // 2)
+    else:
+        padding = per_axis("padding", 0)
+    output_padding = per_axis("output_padding", 0) if transposed else (0,) * n
+    groups = call.get("groups", default=1)
+    conv = Conv(weight, stride, padding, dilation, groups, transposed, output_padding)
+    return biased(b, b.conv(x, conv, shape), call, channel=1)
+
+
+@rule("embedding")
+def embedding(b: Builder, call: Call) -> Value:
+    """A one-hot input: every row is an edge into every position, whichever tokens the example holds."""
+    table = call.weight("weight")
+    rows, width = table.shape
+    one_hot = b.begin((rows,), "a one-hot input")
+    columns = _weight(permute_value(b, table, (1, 0))).as_role("embedding")
+    y = b.linear(one_hot, columns)
+    return b.expand(b.reshape(y, (1,) * (len(call.shape) - 1) + (width,)), call.shape)
+
+
+@rule("mul", "multiply")
+def mul(b: Builder, call: Call) -> Value:
+    return times(b, call, call["self"], call["other"])
+
+
+def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
+    left = number(left) if isinstance(left, (int, float)) else left
+    right = number(right) if isinstance(right, (int, float)) else right
+    if not (isinstance(left, (Paths, Weight, Unknown)) and isinstance(right, (Paths, Weight, Unknown))):
+        raise Ends("a product with a number read from a tensor")
+    if is_zero(left) or is_zero(right):
+        return replace(number(0), shape=broadcast(b.shape(left), b.shape(right)))
+    if isinstance(left, Paths) and isinstance(right, Paths):
+        if left.node == right.node:
+            return b.square(left)
+        raise Ends("a product of two activations")
+    if isinstance(left, Paths) or isinstance(right, Paths):
+        x, weight = (left, right) if isinstance(left, Paths) else (right, left)
+        assert isinstance(x, Paths)
+        if isinstance(weight, Unknown):
+            raise Ends(weight.reason)
+        assert isinstance(weight, Weight)
+        if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
+            return x
+        return b.scale(x, weight if is_fixed(weight) else weight.as_role("scale"))
+    if isinstance(left, Weight) and isinstance(right, Weight):
+        if left.parameter is not None and right.parameter is not None:
+            raise Ends("a weight computed as a product of parameters")
+        # A mask or a constant on a parameter: still one edge weight per entry of the parameter.
+        owner = left if left.parameter is not None else right
+        return replace(
+            owner,
+            shape=broadcast(left.shape, right.shape),
+            factors=(*left.factors, *right.factors),
+        )
+    raise Ends("a weight computed from other tensors")
+
+
+@rule("div", "divide", "true_divide")
+def div(b: Builder, call: Call) -> Value:
+    if call.get("rounding_mode") is not None:
+        raise Ends("division with rounding is not positively homogeneous")
+    divisor = call["other"]
+    if isinstance(divisor, (int, float)):
+        return times(b, call, call["self"], 1 / divisor if divisor else float("inf"))
+    if not is_fixed(divisor):
+        raise Ends("division by something that is no constant")
+    factors = tuple(replace(factor, inverse=not factor.inverse) for factor in divisor.factors)
+    return times(b, call, call["self"], replace(divisor, factors=factors))
+
+
+@rule("neg", "negative")
+def neg(b: Builder, call: Call) -> Value:
+    return times(b, call, call["self"], -1.0)
+
+
+@rule("add", "sub", "subtract", "rsub")
+def add(b: Builder, call: Call) -> Value:
+    """A difference is a sum with edges of weight -1: on path norms it acts as a sum does."""
+    alpha = call.get("alpha", default=1)
+    left, right = (number(v) if isinstance(v, (int, float)) else v for v in (call["self"], call["other"]))
+    if not (isinstance(left, Paths) or isinstance(right, Paths)):
+        raise Ends("a weight computed as a sum of tensors")
+    sign = 1 if call.name == "add" else -1
+    if call.name == "rsub":
+        left, right = right, left
+    right = times(b, call, right, sign * alpha)
+    return b.add([v.as_role("bias") if isinstance(v, Weight) else v for v in (left, right)])
+
+
+@rule("addcmul")
+def addcmul(b: Builder, call: Call) -> Value:
+    scaled = times(b, call, call["tensor1"], call["tensor2"])
+    return b.add([call["self"], times(b, call, scaled, call.get("value", default=1))])
+
+
+def _weight(value: Value) -> Weight:
+    assert isinstance(value, Weight)
+    return value
+
+
+def _swapped(b: Builder, x: Paths) -> Paths:
+    ndim = len(b.shape(x))
+    return b.permute(x, (*range(ndim - 2), ndim - 1, ndim - 2))

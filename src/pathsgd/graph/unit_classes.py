@@ -1,0 +1,383 @@
+"""Which entries of which parameters belong to one unit, so that they are rescaled together.
+
+A *class* is a set of units that can only be rescaled by one common factor: a channel at all its places,
+a hidden unit at all times, a residual stream with everything added to it. Class 0 is the class of the
+units that cannot be rescaled at all: inputs, outputs, and whatever meets a non-homogeneous operator.
+
+The classes found are sound (rescaling one never changes the function) though not always complete: a
+symmetry that ties two units by anything but equality is not offered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.data_movement import move_tensor
+from pathsgd.graph.nodes import (
+    Add,
+    AxisMap,
+    Begin,
+    Cat,
+    Conv,
+    Embed,
+    Expand,
+    Linear,
+    Node,
+    Permute,
+    Reduce,
+    Reshape,
+    Scale,
+    Shape,
+    Slice,
+    Source,
+    Square,
+    Stored,
+    Weight,
+    conv_channels,
+)
+from pathsgd.graph.path_graph import PathGraph
+
+FIXED = 0
+
+
+@dataclass(frozen=True)
+class EdgeClasses:
+    """The classes at both ends of a weight's entries, each broadcastable to the weight's shape.
+
+    A rescaling by s multiplies an entry by ``s[head] / s[tail]^degree``.
+    """
+
+    head: Tensor
+    tail: Tensor
+    degree: int = 1
+
+
+@dataclass(frozen=True)
+class UnitClasses:
+    """The classes of a graph: how many, who they are, and which weights they scale."""
+
+    count: int
+    edges: dict[int, EdgeClasses]
+    """By node with weights."""
+    parameters: dict[str, EdgeClasses]
+    """By parameter, in the parameter's own shape."""
+    owners: dict[str, Tensor]
+    """The classes of the units a module (or a parameter) owns, in their order."""
+    squared: Tensor
+    """Whether a class feeds its outgoing edges through a square."""
+    uncovered: dict[int, Tensor]
+    """By node: the classes of units that share one weight, which no rescaling changes."""
+
+
+_found: weakref.WeakKeyDictionary[PathGraph, UnitClasses] = weakref.WeakKeyDictionary()
+
+
+def unit_classes_of(graph: PathGraph) -> UnitClasses:
+    """The classes of ``graph``, found once."""
+    if graph not in _found:
+        _found[graph] = _Search(graph).run()
+    return _found[graph]
+
+
+@dataclass
+class _Search:
+    """Union-find over unit numbers, by one walk over the nodes.
+
+    ``ids[k]`` holds the unit numbers of node k's value, of size one along every axis on which they
+    do not change; ``degrees[k]`` is the power with which the units' scale enters the value.
+    """
+
+    graph: PathGraph
+    parent: list[int] = field(default_factory=lambda: [FIXED])
+    ids: list[Tensor] = field(default_factory=list)
+    degrees: list[int] = field(default_factory=list)
+    edges: dict[int, EdgeClasses] = field(default_factory=dict)
+    uncovered: dict[int, Tensor] = field(default_factory=dict)
+
+    # Union-find
+
+    def fresh(self, shape: Shape) -> Tensor:
+        start = len(self.parent)
+        count = int(torch.Size(shape).numel())
+        self.parent.extend(range(start, start + count))
+        return torch.arange(start, start + count).reshape(shape)
+
+    def root(self, k: int) -> int:
+        while self.parent[k] != k:
+            self.parent[k] = self.parent[self.parent[k]]
+            k = self.parent[k]
+        return k
+
+    def union(self, a: Tensor, b: Tensor) -> None:
+        """Units in the same place become one class."""
+        a, b = torch.broadcast_tensors(a, b)
+        pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
+        for x, y in pairs.tolist():
+            low, high = sorted((self.root(x), self.root(y)))
+            self.parent[high] = low
+
+    def fix(self, ids: Tensor) -> None:
+        self.union(ids, torch.full((1,), FIXED))
+
+    def along(self, ids: Tensor, dims: list[int]) -> Tensor:
+        """The units along ``dims`` become one class."""
+        for dim in dims:
+            if ids.shape[dim] > 1:
+                first = ids.narrow(dim, 0, 1)
+                self.union(ids, first)
+                ids = first
+        return ids
+
+    # The walk
+
+    def run(self) -> UnitClasses:
+        for k, node in enumerate(self.graph.nodes):
+            inputs = [self.ids[source] for source in node.inputs]
+            degrees = [self.degrees[source] for source in node.inputs]
+            self.degrees.append(max(degrees, default=1))
+            if len(set(degrees)) > 1:
+                # A sum of values of different homogeneity keeps none of their symmetries.
+                for ids in inputs:
+                    self.fix(ids)
+            ids = self.visit(k, node, inputs)
+            self.ids.append(ids)
+            if k in self.graph.ends:
+                self.fix(ids)
+        self.fix_dead_ends()
+        self.share_parameters()
+        return self.collect()
+
+    def fix_dead_ends(self) -> None:
+        """A unit no output depends on has paths to nowhere: it is not rescaled."""
+        nodes = range(len(self.graph.nodes))
+        alive = set(self.graph.ends)
+        for k in reversed(nodes):
+            if k in alive:
+                alive.update(self.graph.nodes[k].inputs)
+        reached = {self.root(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        for k in nodes:
+            if k not in alive:
+                units = torch.unique(self.ids[k])
+                dead = [unit for unit in units.tolist() if self.root(unit) not in reached]
+                self.fix(torch.tensor(dead, dtype=torch.int64))
+
+    def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
+        ndim = len(node.shape)
+        match node.operation:
+            case Begin():
+                return torch.full((1,) * ndim, FIXED)
+            case Source(weight):
+                return self.source(k, weight, ndim)
+            case Linear(weight):
+                tail = self.along(inputs[0], list(range(ndim - 1)))
+                head = self.fresh((1,) * (ndim - 1) + (weight.shape[0],))
+                return self.weighted(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
+            case Conv(weight):
+                return self.convolution(k, node.operation, inputs[0])
+            case Scale(weight):
+                return self.scale(k, weight, inputs[0])
+            case Add():
+                for other in inputs[1:]:
+                    self.union(inputs[0], other)
+                return torch.broadcast_tensors(*inputs)[0]
+            case Square():
+                self.degrees[k] = 2 * self.degrees[k]
+                return inputs[0]
+            case AxisMap(dim, window):
+                return self.axis_map(inputs[0], dim, window.kind, window.index)
+            case Reduce(dims):
+                return self.along(inputs[0], list(dims))
+            case Cat(dim):
+                return self.cat(node, inputs, dim)
+            case Expand():
+                return inputs[0]
+            case Reshape(shape):
+                whole = inputs[0].expand(self.graph.nodes[node.inputs[0]].shape)
+                return compressed(whole.reshape(shape))
+            case Slice(dim):
+                ids = inputs[0]
+                return ids if ids.shape[dim] == 1 else move_tensor(node.operation, ids)
+            case Permute():
+                return move_tensor(node.operation, inputs[0])
+            case Embed():
+                raise AssertionError("an adjoint in a traced graph")
+
+    def weighted(
+        self, k: int, weight: Weight, out: Tensor, into: Tensor, head: Tensor, tail: Tensor
+    ) -> Tensor:
+        """Records a weight between units; fixed weights tie all their units down."""
+        if weight.parameter is None or self.outside(weight):
+            self.fix(out)
+            self.fix(into)
+        if weight.parameter is not None:
+            self.edges[k] = EdgeClasses(head, tail, self.degrees[k])
+        self.degrees[k] = 1
+        return out
+
+    def outside(self, weight: Weight) -> bool:
+        """Whether a parameter also serves somewhere that is no path, so that it must not change."""
+        assert weight.parameter is not None
+        return self.graph.parameters[weight.parameter.name].reason.startswith("outside")
+
+    def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
+        layout = (1,) * (ndim - len(weight.shape)) + weight.shape
+        if weight.parameter is None:
+            return torch.full((1,) * ndim, FIXED)
+        ids = self.fresh(layout)
+        if self.outside(weight):
+            self.fix(ids)
+        flat = ids.reshape(weight.shape)
+        self.edges[k] = EdgeClasses(flat, torch.full((1,) * flat.dim(), FIXED))
+        return ids
+
+    def convolution(self, k: int, conv: Conv, ids: Tensor) -> Tensor:
+        ndim = ids.dim()
+        into = self.along(ids, [d for d in range(ndim) if d != 1])
+        inputs, outputs = conv_channels(conv)
+        out = self.fresh((1, outputs) + (1,) * (ndim - 2))
+        head, tail = conv_ends(conv, out.reshape(-1), into.expand(1, inputs, *into.shape[2:]).reshape(-1))
+        return self.weighted(k, conv.weight, out, into, head, tail)
+
+    def scale(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
+        if any(factor.inverse_sigma is not None for factor in weight.factors):
+            # Running statistics do not follow a rescaling of what they were taken of.
+            self.fix(ids)
+        if weight.parameter is None:
+            return ids
+        layout = (1,) * (ids.dim() - len(weight.shape)) + weight.shape
+        covers_one = all(n > 1 or ids.shape[d] == 1 for d, n in enumerate(layout))
+        if not covers_one:
+            # One weight for several units: it stays as it is, and they keep their own scales.
+            unscaled = torch.full((1,) * len(weight.shape), FIXED)
+            self.edges[k] = EdgeClasses(unscaled, unscaled)
+            self.uncovered[k] = ids
+            return ids
+        out = self.fresh(layout)
+        tail = ids.reshape(ids.shape[ids.dim() - len(weight.shape) :])
+        return self.weighted(k, weight, out, ids, out.reshape(weight.shape), tail)
+
+    def axis_map(self, ids: Tensor, dim: int, kind: str, index: Shape) -> Tensor:
+        if ids.shape[dim] == 1:
+            return ids
+        if kind != "gather":
+            return self.along(ids, [dim])
+        # A place that is filled with zeros belongs to nobody.
+        extra = self.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
+        places = torch.tensor([i if i >= 0 else ids.shape[dim] for i in index])
+        return torch.cat([ids, extra], dim).index_select(dim, places)
+
+    def cat(self, node: Node, inputs: list[Tensor], dim: int) -> Tensor:
+        common = [max(ids.shape[d] for ids in inputs) for d in range(len(node.shape))]
+        widened = []
+        for source, ids in zip(node.inputs, inputs, strict=True):
+            common[dim] = self.graph.nodes[source].shape[dim]
+            widened.append(ids.expand(common))
+        return compressed(torch.cat(widened, dim))
+
+    # Afterwards
+
+    def share_parameters(self) -> None:
+        """A weight used in several places has one ratio of scales: its heads agree, and its tails."""
+        first: dict[str, tuple[Tensor, Tensor, int]] = {}
+        for k, weight in self.graph.weights():
+            if k not in self.edges or weight.parameter is None:
+                continue
+            shape = self.graph.parameters[weight.parameter.name].shape
+            edge = self.edges[k]
+            head = self.in_parameter(weight.parameter, weight.shape, edge.head, shape)
+            tail = self.in_parameter(weight.parameter, weight.shape, edge.tail, shape)
+            if weight.parameter.name not in first:
+                first[weight.parameter.name] = head, tail, edge.degree
+                continue
+            other_head, other_tail, degree = first[weight.parameter.name]
+            self.union(head, other_head)
+            self.union(tail, other_tail)
+            if degree != edge.degree:
+                self.fix(tail)
+        self.shared = first
+
+    def in_parameter(self, stored: Stored, edges: Shape, ids: Tensor, shape: Shape) -> Tensor:
+        """Ids on a weight's entries, as ids on the entries of its parameter."""
+        # An entry of the parameter that is broadcast over several edges ties them together.
+        extra = len(edges) - len(stored.shape)
+        ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
+        repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
+        ids = self.along(ids, repeated)
+        ids = ids.reshape(ids.shape[extra:])
+        if not stored.views:
+            return ids
+        index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
+        for operation in stored.views:
+            index = move_tensor(operation, index)
+        return self.scatter(index, ids.expand(index.shape), shape)
+
+    def scatter(self, index: Tensor, ids: Tensor, shape: Shape) -> Tensor:
+        """Ids sent to the places ``index``; places that receive several tie them together."""
+        places, values = index.flatten(), ids.flatten()
+        result = torch.full((int(torch.Size(shape).numel()),), FIXED)
+        result[places] = values
+        self.union(values, result[places])
+        return compressed(result.reshape(shape))
+
+    def collect(self) -> UnitClasses:
+        roots = torch.tensor([self.root(k) for k in range(len(self.parent))])
+        unique, number = torch.unique(roots, return_inverse=True)
+        assert int(unique[0]) == FIXED
+
+        def final(edge: EdgeClasses) -> EdgeClasses:
+            return EdgeClasses(number[edge.head], number[edge.tail], edge.degree)
+
+        edges = {k: final(edge) for k, edge in self.edges.items()}
+        parameters = {
+            name: final(EdgeClasses(head, tail, degree)) for name, (head, tail, degree) in self.shared.items()
+        }
+        uncovered = {k: number[ids] for k, ids in self.uncovered.items()}
+        squared = torch.zeros(len(unique), dtype=torch.bool)
+        for edge in edges.values():
+            if edge.degree != 1:
+                squared[edge.tail.flatten()] = True
+        return UnitClasses(len(unique), edges, parameters, self.owners(edges, number), squared, uncovered)
+
+    def owners(self, edges: dict[int, EdgeClasses], number: Tensor) -> dict[str, Tensor]:
+        """The classes each parameter leads into, under its own name and under its module's."""
+        found: dict[str, Tensor] = {}
+        by_module: dict[str, dict[str, Tensor]] = {}
+        for k, weight in self.graph.weights():
+            if k not in edges or weight.parameter is None or weight.parameter.name in found:
+                continue
+            heads = number[self.ids[k]].flatten()
+            if isinstance(self.graph.nodes[k].operation, (Scale, Source)):
+                heads = edges[k].head.expand(weight.shape).flatten()
+            found[weight.parameter.name] = heads
+            module = weight.parameter.name.rpartition(".")[0]
+            by_module.setdefault(module, {})[weight.parameter.name] = heads
+        for module, vectors in by_module.items():
+            first, *rest = vectors.values()
+            if all(torch.equal(first, other) for other in rest):
+                found.setdefault(module, first)
+        return found
+
+
+def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    """One number per output and per input channel, laid out to broadcast against the weight."""
+    g = conv.groups
+    taps = (1,) * (len(conv.weight.shape) - 2)
+    if conv.transposed:
+        # weight: (inputs, outputs / groups, *taps)
+        head = out.reshape(g, 1, -1).expand(g, into.numel() // g, -1)
+        return head.reshape(into.numel(), -1, *taps), into.reshape(-1, 1, *taps)
+    tail = into.reshape(g, 1, -1).expand(g, out.numel() // g, -1)
+    return out.reshape(-1, 1, *taps), tail.reshape(out.numel(), -1, *taps)
+
+
+def compressed(ids: Tensor) -> Tensor:
+    """``ids`` with size one along every axis on which they do not change."""
+    for dim in range(ids.dim()):
+        first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids
+        if ids.shape[dim] > 1 and bool((ids == first).all()):
+            ids = first
+    return ids

@@ -1,0 +1,120 @@
+"""Weights as ``z = w sqrt(gamma)``, gamma held fixed, for the step of an optimizer that knows of neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.gamma import Gamma
+
+Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
+"""Shortens the steps of these parameters, which were at these weights."""
+
+
+class Chart:
+    """Parameters seen as z: in place, on the same Parameters. Two copies are held meanwhile, one of the
+    weights and one of the gradients."""
+
+    def __init__(
+        self, parameters: list[tuple[Tensor, Gamma]], outside: list[Tensor], limit: Limit | None
+    ) -> None:
+        self.parameters = parameters
+        self.outside = outside
+        self.limit = limit
+        self.start: list[Tensor] = []
+        self.grads: list[Tensor | None] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, each Parameter holds z and its .grad holds h; outside, w and g as they were."""
+        self.start = [p.detach().clone() for p, _ in self.parameters]
+        outside = [p.detach().clone() for p in self.outside]
+        self.grads = [p.grad for p, _ in self.parameters]
+        try:
+            for p, gamma in self.parameters:
+                _write(p, gamma.weight_to_z(_computed(p, gamma)))
+            self._check_range()
+            self._take_gradients()
+            yield
+        except BaseException:
+            for (p, _), value in zip(self.parameters, self.start, strict=True):
+                _write(p, value)
+            for p, value in zip(self.outside, outside, strict=True):
+                p.data.copy_(value)
+            raise
+        else:
+            self._leave()
+        finally:
+            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
+                p.grad = grad
+
+    def wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as a function of z: evaluated at the weights z stands for, its gradient as h."""
+
+        def evaluate() -> Any:
+            here = [p.detach().clone() for p, _ in self.parameters]
+            for k, (p, _) in enumerate(self.parameters):
+                _write(p, self._weight(k, self._step(k)))
+            for (p, _), grad in zip(self.parameters, self.grads, strict=True):
+                p.grad = grad
+            with torch.enable_grad():
+                loss = closure()
+            self.grads = [p.grad for p, _ in self.parameters]
+            for (p, _), value in zip(self.parameters, here, strict=True):
+                _write(p, value)
+            self._take_gradients()
+            return loss
+
+        return evaluate
+
+    def _leave(self) -> None:
+        """Every Parameter holds w again, moved as z was."""
+        if self.limit is None:
+            for k, (p, _) in enumerate(self.parameters):
+                _write(p, self._weight(k, self._step(k)))
+            return
+        steps = [self._step(k) for k in range(len(self.parameters))]
+        steps = self.limit([p for p, _ in self.parameters], self.start, steps)
+        for k, ((p, _), step) in enumerate(zip(self.parameters, steps, strict=True)):
+            _write(p, self._weight(k, step))
+
+    def _check_range(self) -> None:
+        """z may be beyond fp16 where w is not; bf16 has the range of fp32."""
+        for p, _ in self.parameters:
+            if p.dtype == torch.float16 and not bool(torch.isfinite(p).all()):
+                raise PathError(
+                    "a weight in invariant coordinates is beyond the range of float16, in which this "
+                    "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
+                )
+
+    def _take_gradients(self) -> None:
+        for p, gamma in self.parameters:
+            if p.grad is not None:
+                if p.grad.is_sparse:
+                    raise RuntimeError("PathNormalized does not support sparse gradients")
+                p.grad = gamma.gradient_to_z(_computed(p.grad, gamma)).to(p.dtype)
+
+    def _step(self, k: int) -> Tensor:
+        """``z' - z``, with z computed again as it was written: a parameter of low precision rounds it."""
+        p, gamma = self.parameters[k]
+        z = gamma.weight_to_z(_computed(self.start[k], gamma)).to(p.dtype)
+        return _computed(p, gamma) - _computed(z, gamma)
+
+    def _weight(self, k: int, step: Tensor) -> Tensor:
+        """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
+        p, gamma = self.parameters[k]
+        return self.start[k] + gamma.step_from_z(step).to(p.dtype)
+
+
+@torch.no_grad()
+def _write(parameter: Tensor, value: Tensor) -> None:
+    parameter.copy_(value)
+
+
+def _computed(x: Tensor, gamma: Gamma) -> Tensor:
+    return x.detach().to(gamma.arithmetic.dtype)
