@@ -6,11 +6,12 @@ The rest of the library imports these from here, so that a new torch breaks one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import _trace
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
 
@@ -28,7 +29,7 @@ def defaults_to_foreach(params: list[Tensor], differentiable: bool) -> bool:
 
 
 def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
-    """``torch._foreach_<operation>``: one launch for many tensors, as torch.optim's multi-tensor forms use it."""
+    """``torch._foreach_<operation>``: one launch for many tensors, as in torch.optim's multi-tensor forms."""
     return getattr(torch, f"_foreach_{operation}")(tensors, *others, **options)
 
 
@@ -96,18 +97,14 @@ def allow_cudnn_tf32(allowed: bool) -> None:
 
 
 @contextmanager
-def one_cudnn_precision() -> Iterator[None]:
-    """torch.export reads cudnn's one TF32 setting, which raises where convolutions or recurrent layers were
-    given a precision of their own. Nothing is computed inside, so any value will do meanwhile."""
-    kinds: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
-    saved = [kind.fp32_precision for kind in kinds]
-    try:
-        torch._C._get_cudnn_allow_tf32()
-    except RuntimeError:
-        torch._C._set_cudnn_allow_tf32(True)
+def keep_backends() -> Iterator[None]:
+    """Keeps torch.export from turning mkldnn, nnpack and cudnn off for the whole process while it runs.
+
+    Nothing is computed during an export, but a training in another thread would round differently meanwhile.
+    """
+    original = _trace._ignore_backend_decomps
+    _trace._ignore_backend_decomps = nullcontext  # type: ignore[assignment]
     try:
         yield
     finally:
-        for kind, value in zip(kinds, saved, strict=True):
-            if kind.fp32_precision != value:
-                kind.fp32_precision = value
+        _trace._ignore_backend_decomps = original
