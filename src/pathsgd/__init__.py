@@ -17,8 +17,8 @@ from pathsgd.graph.path_graph import PathGraph as PathGraph
 from pathsgd.graph.trace import Inputs as Inputs
 from pathsgd.graph.trace import trace as trace
 from pathsgd.optim.clip import clip_path_grad_norm_ as clip_path_grad_norm_
-from pathsgd.optim.path_normalized import PathAdagrad as PathAdagrad
-from pathsgd.optim.path_normalized import PathAdam as PathAdam
+from pathsgd.optim.path_adam import PathAdagrad as PathAdagrad
+from pathsgd.optim.path_adam import PathAdam as PathAdam
 from pathsgd.optim.path_normalized import PathNormalized as PathNormalized
 from pathsgd.optim.path_sgd import PathSGD as PathSGD
 

@@ -41,6 +41,11 @@ class Gamma:
     _kept: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list, repr=False)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What gamma is computed in."""
+        return self.arithmetic.dtype
+
+    @property
     def rank_one(self) -> bool:
         return self.whole is None
 

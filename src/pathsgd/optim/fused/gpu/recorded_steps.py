@@ -21,7 +21,7 @@ KEPT = 8
 """Recorded steps at most. Gradients lie in one or two places by turns."""
 
 
-class Recorded:
+class RecordedSteps:
     """The steps of one chain on one GPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
-from pathsgd.optim.fused.exponent_frame import Frame, plain_frame
+from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.layout import COLUMNS, layout_of
-from pathsgd.optim.fused.gpu.recorded_steps import Recorded
+from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
 from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
@@ -35,7 +35,7 @@ FINISHED = 128
 """Entries of a vector that a program finishes."""
 
 
-class OnGpu:
+class TritonChain:
     """A chain's gammas on a GPU."""
 
     dtype = torch.float32
@@ -63,11 +63,10 @@ class OnGpu:
             for start in range(0, v.length, FINISHED)
         ]
         self.table = torch.tensor(blocks, dtype=torch.int64, device=device)
-        self._recorded = Recorded(device) if device.type == "cuda" else None
-        self.frame = plain_frame(len(chain), p)
+        self._recorded = RecordedSteps(device) if device.type == "cuda" else None
+        self.frame = ExponentFrame((0,) * len(chain), (0,) * len(chain), p)
 
-    def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: Frame | None = None) -> None:
-        frame = frame or plain_frame(len(into), self.p)
+    def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: ExponentFrame) -> None:
         if frame != self.frame and self._recorded is not None:
             self._recorded.forget()
         self.frame = frame
@@ -89,7 +88,7 @@ class OnGpu:
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         self._launch(k, layer, into, out, move=True)
 
-    def sums(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
+    def sum_powers(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         self._launch(k, layer, into, out, move=False)
 
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
@@ -111,13 +110,13 @@ class OnGpu:
             layer.rows, layer.columns, layout.rows_each[k], *layer.weight.stride(), *gradient.stride(),
             *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.momentum, rule.lr_decay,
             first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
-            frame.scale(k), frame.bias_scale(k), frame.into_factor(k) if into else 1.0,
+            frame.root_factor(k), frame.bias_root_factor(k), frame.into_factor(k) if into else 1.0,
             frame.bias_factor(k) if into else 1.0, frame.out_factor(k) if out else 1.0,
             LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
-            ROWS=ROWS[rule.states if move else 0], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
+            ROWS=ROWS[rule.state_count if move else 0], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
@@ -129,7 +128,7 @@ class OnGpu:
         return found, on_device
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         if self._side is None:
             yield
             return
@@ -147,18 +146,16 @@ class OnGpu:
             self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISHED
         )
 
-    def in_range(self) -> bool:
-        return int(self.flag) == 0
-
-    def trusted(self) -> bool:
-        # Without waiting: what is read may be a step old.
-        self._seen.copy_(self.flag, non_blocking=True)
+    def in_range(self, wait: bool = True) -> bool:
+        if wait:
+            return int(self.flag) == 0
+        self._seen.copy_(self.flag, non_blocking=True)  # so this may be a step old
         return int(self._seen) == 0
 
 
 def _method(rule: Rule) -> int:
     """SGD, MOMENTUM, ADAGRAD or ADAM of code.py."""
-    return {"sgd": rule.states, "adagrad": 2, "adam": 3}[rule.method]
+    return {"sgd": rule.state_count, "adagrad": 2, "adam": 3}[rule.method]
 
 
 def _log(beta: float) -> float:
