@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.balance import least_bound
+from pathsgd.geometry.balance_solver import solve_balance
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.norms import path_norm, unit_norms
 from pathsgd.geometry.unit_groups import Group, unit_groups
@@ -89,9 +89,8 @@ def measure(model: nn.Module, graph: PathGraph, p: float, region: int | None = N
     asked = range(len(graph.parameter_regions())) if region is None else [region]
     log_phi = {k: float(path_norm(model, graph, p, log=True, region=k)) for k in asked}
     units = unit_classes_of(graph)
-    mu_balanced, powers = least_bound(graph, tensors, units, p)
-    # balance.py solves for a = s^-p (s^-1 at p = inf).
-    imbalance = powers.log2() / (1.0 if math.isinf(p) else p)
+    mu_balanced, log_factors = solve_balance(graph, tensors, units, p)
+    imbalance = log_factors / -math.log(2)
     norms = unit_norms(graph, tensors, p).cpu().double()
     layers = [
         layer for layer in _layers(graph, units, norms, imbalance) if region is None or layer.region == region

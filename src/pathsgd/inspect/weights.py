@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.rescale import apply_scales
+from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import unit_classes_of
 from pathsgd.inspect.target import said
@@ -56,7 +56,7 @@ def save_balanced(model: nn.Module, graph: PathGraph, scales: Tensor, file: Path
     """Writes the model's state dict with its units rescaled. The model itself stays as it is."""
     tensors = graph.tensors(model)
     copies = {name: tensors[name].detach().clone() for name in graph.parameters}
-    apply_scales(graph, copies, unit_classes_of(graph), scales)
+    apply_factors(copies, unit_classes_of(graph), scales)
     # By identity, since a state dict may hold one parameter under several names.
     rescaled = {id(tensors[name]): copy for name, copy in copies.items()}
     state = model.state_dict(keep_vars=True)

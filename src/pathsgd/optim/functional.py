@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pathsgd._torch import is_compiling, is_vmapped
 from pathsgd.errors import PathError
-from pathsgd.geometry.gamma import Gammas, scales
+from pathsgd.geometry.gamma import Gammas, measure_gammas
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.rule import apply_momentum, apply_steps, gradients_to_z, out_of_place
@@ -139,7 +139,9 @@ def gammas(
     if mapped and shared != "kappa1":
         raise PathError(f"shared={shared!r} cannot be computed under vmap; use 'kappa1'")
     try:
-        return scales(graph, tensors, p, exponents=False if mapped or compiling else None, shared=shared)
+        return measure_gammas(
+            graph, tensors, p, exponents=False if mapped or compiling else None, shared=shared
+        )
     except KeyError as missing:
         raise PathError(
             f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import is_capturing, version
 from pathsgd.errors import PathError
-from pathsgd.geometry.gamma import Gamma, Gammas, scales
+from pathsgd.geometry.gamma import Gamma, Gammas, measure_gammas
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.trace import Example
@@ -67,7 +67,7 @@ class GammaCache:
                 # as the last step outside did.
                 tensors = self.graph.tensors(self.model)
                 exponents = self.needs_exponents.get(p, False)
-                return scales(self.graph, tensors, p, exponents=exponents, shared=self.shared)
+                return measure_gammas(self.graph, tensors, p, exponents=exponents, shared=self.shared)
             self.check_identity()
             self._gammas[p] = self._measure(p)
             self.needs_exponents[p] = self._gammas[p].exponents
@@ -91,7 +91,7 @@ class GammaCache:
             if gammas is not None:
                 self._captured[p] = captured
                 return gammas
-        gammas = scales(self.graph, tensors, p, shared=self.shared)
+        gammas = measure_gammas(self.graph, tensors, p, shared=self.shared)
         self._measurements += 1
         on_gpu = all(tensor.is_cuda for tensor in tensors.values())
         if on_gpu and self._measurements > WARM_UP and self.shared == "kappa1" and not gammas.exponents:
