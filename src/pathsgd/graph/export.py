@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from pathsgd._torch import keep_backends
+from pathsgd._torch import export_in_this_thread_only
 from pathsgd.errors import TraceError
 from pathsgd.graph.rules import COPIES, MOVES
 
@@ -208,7 +208,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), keep_backends(), _quiet():
+        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), export_in_this_thread_only(), _quiet():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
