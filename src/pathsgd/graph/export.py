@@ -208,12 +208,12 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), keep_backends(), _quiet():
+        with _ONE_AT_A_TIME, _restoring_modules(model), _RunningStatistics(), keep_backends(), _silenced():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
     except Exception as error:
-        explained = _explained(model, error, args, kwargs)
+        explained = _explain(model, error, args, kwargs)
     else:
         return program
     # The message has what matters; the chain of torch's own tracebacks is hundreds of lines.
@@ -221,7 +221,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Without the warnings, the error log and the printed graphs of export: what matters is raised."""
     logger = logging.getLogger("torch")
     level = logger.level
@@ -235,7 +235,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _restoring_modules(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward pass under export leaves in the modules (fake tensors, for one)."""
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     containers = [
@@ -270,9 +270,7 @@ def _mutates(program: ExportedProgram) -> bool:
     return False
 
 
-def _explained(
-    model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TraceError:
+def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:
     """A TraceError that names the module in which export failed, and says what to do."""
     names = {module: name for name, module in model.named_modules()}
     where = type(model).__name__

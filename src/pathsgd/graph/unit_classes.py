@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pathsgd.graph.data_movement import move_tensor
 from pathsgd.graph.nodes import (
     Add,
     AxisMap,
@@ -26,11 +25,11 @@ from pathsgd.graph.nodes import (
     Embed,
     Expand,
     Linear,
+    Multiply,
     Node,
     Permute,
     Reduce,
     Reshape,
-    Scale,
     Shape,
     Slice,
     Source,
@@ -40,6 +39,7 @@ from pathsgd.graph.nodes import (
     conv_channels,
 )
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.views import view_tensor
 
 FIXED = 0
 
@@ -178,8 +178,8 @@ class _Search:
                 return self.weighted(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
             case Conv(weight):
                 return self.convolution(k, node.operation, inputs[0])
-            case Scale(weight):
-                return self.scale(k, weight, inputs[0])
+            case Multiply(weight):
+                return self.multiply(k, weight, inputs[0])
             case Add():
                 for other in inputs[1:]:
                     self.union(inputs[0], other)
@@ -197,12 +197,12 @@ class _Search:
                 return inputs[0]
             case Reshape(shape):
                 whole = inputs[0].expand(self.graph.nodes[node.inputs[0]].shape)
-                return compressed(whole.reshape(shape))
+                return compress(whole.reshape(shape))
             case Slice(dim):
                 ids = inputs[0]
-                return ids if ids.shape[dim] == 1 else move_tensor(node.operation, ids)
+                return ids if ids.shape[dim] == 1 else view_tensor(node.operation, ids)
             case Permute():
-                return move_tensor(node.operation, inputs[0])
+                return view_tensor(node.operation, inputs[0])
             case Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
@@ -242,7 +242,7 @@ class _Search:
         head, tail = conv_ends(conv, out.reshape(-1), into.expand(1, inputs, *into.shape[2:]).reshape(-1))
         return self.weighted(k, conv.weight, out, into, head, tail)
 
-    def scale(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
+    def multiply(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
         if any(factor.inverse_sigma is not None for factor in weight.factors):
             # Running statistics do not follow a rescaling of what they were taken of.
             self.fix(ids)
@@ -276,7 +276,7 @@ class _Search:
         for source, ids in zip(node.inputs, inputs, strict=True):
             common[dim] = self.graph.nodes[source].shape[dim]
             widened.append(ids.expand(common))
-        return compressed(torch.cat(widened, dim))
+        return compress(torch.cat(widened, dim))
 
     # Afterwards
 
@@ -312,7 +312,7 @@ class _Search:
             return ids
         index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
         for operation in stored.views:
-            index = move_tensor(operation, index)
+            index = view_tensor(operation, index)
         return self.scatter(index, ids.expand(index.shape), shape)
 
     def scatter(self, index: Tensor, ids: Tensor, shape: Shape) -> Tensor:
@@ -321,7 +321,7 @@ class _Search:
         result = torch.full((int(torch.Size(shape).numel()),), FIXED)
         result[places] = values
         self.union(values, result[places])
-        return compressed(result.reshape(shape))
+        return compress(result.reshape(shape))
 
     def collect(self) -> UnitClasses:
         roots = torch.tensor([self.root(k) for k in range(len(self.parent))])
@@ -350,7 +350,7 @@ class _Search:
             if k not in edges or weight.parameter is None or weight.parameter.name in found:
                 continue
             heads = number[self.ids[k]].flatten()
-            if isinstance(self.graph.nodes[k].operation, (Scale, Source)):
+            if isinstance(self.graph.nodes[k].operation, (Multiply, Source)):
                 heads = edges[k].head.expand(weight.shape).flatten()
             found[weight.parameter.name] = heads
             module = weight.parameter.name.rpartition(".")[0]
@@ -374,7 +374,7 @@ def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     return out.reshape(-1, 1, *taps), tail.reshape(out.numel(), -1, *taps)
 
 
-def compressed(ids: Tensor) -> Tensor:
+def compress(ids: Tensor) -> Tensor:
     """``ids`` with size one along every axis on which they do not change."""
     for dim in range(ids.dim()):
         first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids

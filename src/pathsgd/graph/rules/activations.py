@@ -85,7 +85,7 @@ def prelu(b: Builder, call: Call) -> Value:
         per_channel = reshape_value(b, slope, (1, -1) + (1,) * (ndim - 2))
         assert isinstance(per_channel, Weight)
         slope = per_channel
-    return b.add([x, b.scale(x, slope.as_role("slope"))])
+    return b.add([x, b.multiply(x, slope.as_role("slope"))])
 
 
 @rule("maximum", "minimum", "fmax", "fmin")

@@ -1,4 +1,4 @@
-"""Data movement: views, permutations, slices, concatenation. UnitClasses move, nothing is multiplied."""
+"""Data movement: views, permutations, slices, concatenation. Units move, nothing is multiplied."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def narrow(b: Builder, call: Call) -> Value:
     return slice_value(b, call["self"], dim, start, call["length"])
 
 
-def pieces(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> list[Value]:
+def split_value(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> list[Value]:
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     return [slice_value(b, value, dim, s, n) for s, n in zip(starts, lengths, strict=True)]
 
@@ -158,7 +158,7 @@ def split(b: Builder, call: Call) -> list[Value]:
         each = call.get("split_size", "split_sizes")
     if isinstance(each, int):
         each = [min(each, size - start) for start in range(0, size, each)]
-    return pieces(b, value, dim, each)
+    return split_value(b, value, dim, each)
 
 
 @rule("unbind", "unbind_copy")
@@ -167,7 +167,7 @@ def unbind(b: Builder, call: Call) -> list[Value]:
     shape = b.shape(value)
     dim = call.get("dim", default=0) % len(shape)
     rest = shape[:dim] + shape[dim + 1 :]
-    return [reshape_value(b, piece, rest) for piece in pieces(b, value, dim, [1] * shape[dim])]
+    return [reshape_value(b, piece, rest) for piece in split_value(b, value, dim, [1] * shape[dim])]
 
 
 @rule("cat", "concat", "concatenate")
