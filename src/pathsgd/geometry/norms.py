@@ -16,7 +16,7 @@ from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.unit_groups import unit_groups
-from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph, compute_dtype
 from pathsgd.graph.trace import Example, trace
 
 
@@ -136,7 +136,7 @@ def _choose_ends(graph: PathGraph, region: int | None) -> list[int]:
             f"({'; '.join(reasons) or 'parts that are not connected'}); pass region=k, with k from 0 to "
             f"{len(regions) - 1}, to measure one of them (print(trace(model, example_input)) shows them)"
         )
-    outside = [name for name, info in graph.parameters.items() if info.reason.startswith("outside")]
+    outside = [name for name, info in graph.parameters.items() if info.status is ParameterStatus.OUTSIDE]
     if outside and regions:
         raise PathError(
             f"parameter {outside[0]!r} of {graph.model} is on no path, so a norm of paths says nothing about "

@@ -10,6 +10,7 @@ symmetry that ties two units by anything but equality is not offered.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 
@@ -38,7 +39,8 @@ from pathsgd.graph.nodes import (
     Weight,
     conv_channels,
 )
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.views import view_tensor
 
 FIXED = 0
@@ -92,33 +94,22 @@ class _Search:
     """
 
     graph: PathGraph
-    parent: list[int] = field(default_factory=lambda: [FIXED])
+    joined: UnionFind = field(default_factory=lambda: UnionFind(FIXED + 1))
     ids: list[Tensor] = field(default_factory=list)
     degrees: list[int] = field(default_factory=list)
     edges: dict[int, EdgeClasses] = field(default_factory=dict)
     uncovered: dict[int, Tensor] = field(default_factory=dict)
 
-    # Union-find
-
     def fresh(self, shape: Shape) -> Tensor:
-        start = len(self.parent)
-        count = int(torch.Size(shape).numel())
-        self.parent.extend(range(start, start + count))
-        return torch.arange(start, start + count).reshape(shape)
-
-    def root(self, k: int) -> int:
-        while self.parent[k] != k:
-            self.parent[k] = self.parent[self.parent[k]]
-            k = self.parent[k]
-        return k
+        """Units of their own."""
+        return torch.tensor(self.joined.grow(math.prod(shape)), dtype=torch.int64).reshape(shape)
 
     def union(self, a: Tensor, b: Tensor) -> None:
         """Units in the same place become one class."""
         a, b = torch.broadcast_tensors(a, b)
         pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
         for x, y in pairs.tolist():
-            low, high = sorted((self.root(x), self.root(y)))
-            self.parent[high] = low
+            self.joined.union(x, y)
 
     def fix(self, ids: Tensor) -> None:
         self.union(ids, torch.full((1,), FIXED))
@@ -158,11 +149,11 @@ class _Search:
         for k in reversed(nodes):
             if k in alive:
                 alive.update(self.graph.nodes[k].inputs)
-        reached = {self.root(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        reached = {self.joined.find(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
         for k in nodes:
             if k not in alive:
                 units = torch.unique(self.ids[k])
-                dead = [unit for unit in units.tolist() if self.root(unit) not in reached]
+                dead = [unit for unit in units.tolist() if self.joined.find(unit) not in reached]
                 self.fix(torch.tensor(dead, dtype=torch.int64))
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
@@ -221,7 +212,7 @@ class _Search:
     def outside(self, weight: Weight) -> bool:
         """Whether a parameter also serves somewhere that is no path, so that it must not change."""
         assert weight.parameter is not None
-        return self.graph.parameters[weight.parameter.name].reason.startswith("outside")
+        return self.graph.parameters[weight.parameter.name].status is ParameterStatus.OUTSIDE
 
     def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
@@ -324,7 +315,7 @@ class _Search:
         return compress(result.reshape(shape))
 
     def collect(self) -> UnitClasses:
-        roots = torch.tensor([self.root(k) for k in range(len(self.parent))])
+        roots = torch.tensor([self.joined.find(k) for k in range(len(self.joined))])
         unique, number = torch.unique(roots, return_inverse=True)
         assert int(unique[0]) == FIXED
 

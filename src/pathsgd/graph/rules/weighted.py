@@ -26,7 +26,7 @@ def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int 
 def linear(b: Builder, call: Call) -> Value:
     if is_zero(call["input"]):
         # The zero state a recurrence starts from: no path but the bias, whatever the weight.
-        call.get("weight")
+        call.ignore("weight")
         zero = replace(number(0), shape=call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
     x, weight = read_activation(b, call, "input"), call["weight"]
@@ -205,7 +205,7 @@ def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
         assert isinstance(weight, Weight)
         if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
             return x
-        return b.multiply(x, weight if is_fixed(weight) else weight.as_role("scale"))
+        return b.multiply(x, weight if is_fixed(weight) else weight.as_role("multiplier"))
     if isinstance(left, Weight) and isinstance(right, Weight):
         if left.parameter is not None and right.parameter is not None:
             raise Ends("a weight computed as a product of parameters")
