@@ -28,7 +28,7 @@ WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
 """Rows of a block, by the numbers of state for a weight: the fastest on an H200."""
 LARGE = 160 * 1024
-"""Bytes of shared memory that hold three pipeline stages of two programs, as on an A100; else there are two."""
+"""Bytes of shared memory that hold three pipeline stages of two programs, as on an A100; else two."""
 QUICK_FROM = 2.0**-34
 """The eps from which an approximate quotient is as good as an exact one; torch's defaults are larger."""
 FINISH_BLOCK = 128

@@ -1,4 +1,4 @@
-"""The two kernels of a step, in Triton. ``_update`` is the formula of optim/rule.py, and AdaGrad's and Adam's.
+"""The two kernels of a step. ``_update`` is the formula of optim/rule.py, or AdaGrad's, or Adam's.
 
 ``layer_kernel``: a program walks down some rows of a strip of columns, updates the weights, sums their powers
 over the columns in registers, and writes these sums and each block's row sums to places of its own. Nothing
