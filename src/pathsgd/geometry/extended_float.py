@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DEAD = -(1 << 24)
-"""The exponent of a zero: lower than any other, so that a dead unit never sets the scale of a sum."""
+"""The exponent of a zero: lower than any other, so that a dead unit never sets the exponent of a sum."""
 
 
 class ExtendedFloat(NamedTuple):
