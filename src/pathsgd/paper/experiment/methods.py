@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.optim.fused.choice import has_triton
+from pathsgd.optim.fused.dispatch import has_triton
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 
 
