@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import pathsgd
 from pathsgd.geometry.gamma import scales
-from pathsgd.paper.networks import ResNet
+from pathsgd.console.networks import ResNet
 
 
 @dataclass

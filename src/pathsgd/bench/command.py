@@ -14,10 +14,10 @@ import torch
 
 from pathsgd.bench.measure import Row, Setting, measure
 from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
-from pathsgd.bench.timing import bytes_per_us
 from pathsgd.console.machine import device_of, name_of
+from pathsgd.console.networks import small_image_resnet, stack
+from pathsgd.console.timing import bytes_per_us
 from pathsgd.errors import PathError
-from pathsgd.paper.networks import small_image_resnet, stack
 
 HELP = "what a step costs, beside torch's optimizers"
 DESCRIPTION = """\

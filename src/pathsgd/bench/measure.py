@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.bench.methods import BASELINE, HEAVY, METHODS, Steps
-from pathsgd.bench.timing import Run, captured, median_us
 from pathsgd.console.machine import allow_tf32
+from pathsgd.console.timing import Run, captured, median_us
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pathsgd.console.files import write_atomically
+from pathsgd.console.user_code import said
 from pathsgd.errors import PathError
 from pathsgd.geometry.rescale import apply_scales
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import unit_classes_of
-from pathsgd.inspect.target import said
-from pathsgd.paper.experiment.store import write_whole
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model", "state")
 """Where checkpoints keep a model's state dict."""
@@ -64,7 +64,7 @@ def save_balanced(model: nn.Module, graph: PathGraph, scales: Tensor, file: Path
         state[key] = rescaled.get(id(value), _detached(value))
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_whole(file, buffer.getvalue())
+    write_atomically(file, buffer.getvalue())
 
 
 def _detached(value: Any) -> Any:
