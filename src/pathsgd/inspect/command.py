@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.console.machine import device_of
-from pathsgd.console.user_code import Target
 from pathsgd.errors import PathError, TraceError
 from pathsgd.geometry.gamma import check_p
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import trace
 from pathsgd.inspect.measure import measure
 from pathsgd.inspect.show import as_json, text
+from pathsgd.inspect.target import Target
 from pathsgd.inspect.weights import load_weights, save_balanced
 
 HELP = "your own model as the library sees it: its paths, their norm, its balance"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.console.files import write_atomically
-from pathsgd.console.user_code import said
 from pathsgd.errors import PathError
 from pathsgd.geometry.rescale import apply_scales
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.inspect.target import said
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model", "state")
 """Where checkpoints keep a model's state dict."""
