@@ -14,8 +14,8 @@ from pathsgd.errors import PathError
 from pathsgd.inspect import command as inspect
 from pathsgd.paper.commands import figures, reproduce, sweep, train
 from pathsgd.paper.data import command as data
-from pathsgd.paper.data.checks import one_line
-from pathsgd.paper.experiment.manifest import version_of
+from pathsgd.paper.data.file_checks import one_line
+from importlib.metadata import version
 
 COMMANDS = {
     "reproduce": reproduce,
@@ -31,7 +31,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pathsgd", description="Rescaling-invariant training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"pathsgd {version_of('pathsgd')}")
+    parser.add_argument("--version", action="version", version=f"pathsgd {version('pathsgd')}")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         own = commands.add_parser(

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from pathsgd.console.machine import check_memory, device_of, share_out, weights_of
 from pathsgd.console.options import add_options, given, merged
-from pathsgd.errors import PathError
-from pathsgd.paper.config import PRESETS, Run, Study
-from pathsgd.paper.data.load import load
-from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
-from pathsgd.paper.experiment.execute import Habits
-from pathsgd.paper.experiment.store import alone_in
-from pathsgd.paper.progress import Progress
+from pathsgd.paper.config import PRESETS, Setup, Study
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
@@ -64,51 +52,7 @@ def add_study_place(parser: argparse.ArgumentParser, out: str) -> None:
     )  # fmt: skip
 
 
-def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
-    return {name: load(name, options.data_dir, download=not options.no_download) for name in names}
-
-
-def place_of(
-    options: argparse.Namespace, datasets: Datasets, config: Study | Run, methods: Sequence[str],
-    out: Path, keep_checkpoints: bool = False,
-) -> Place:  # fmt: skip
-    device = device_of(options.device)
-    if not options.checkpoint_seconds >= 0:
-        raise PathError(f"Invalid --checkpoint-seconds: {options.checkpoint_seconds} (at least 0)")
-    weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
-    check_memory(device, weights)
-    if config.tf32 and (options.lanes or 1) > 1:
-        raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
-    alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
-    lanes = share_out(device, weights, options.lanes, methods, alone)
-    return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints), options.replace)
-
-
-def _is_memory(text: str) -> bool:
-    """A CPU that has none left says so in a plain RuntimeError."""
-    parts = ("out of memory", "allocate memory", "not enough memory", "size calculation overflowed")
-    return any(part in text for part in parts)
-
-
-@contextmanager
-def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
-    """Inside, the only process at work in the folder, with progress on the terminal."""
-    reporter: Reporter = Progress(options.quiet)
-    with alone_in(out):
-        if options.tensorboard:
-            from pathsgd.paper.tensorboard import Logged
-
-            reporter = Logged(reporter, out / "tensorboard")
-        try:
-            yield reporter
-        except KeyboardInterrupt:
-            reporter.close()
-            print("pathsgd: stopped; the same command goes on from here", file=sys.stderr)
-            raise
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            text = str(error).splitlines()[0] if str(error) else "MemoryError"
-            if isinstance(error, RuntimeError) and not _is_memory(text):
-                raise
-            raise PathError(f"out of memory: {text}; try smaller --hidden, or --lanes 1") from None
-        finally:
-            reporter.close()
+def setup_of(options: argparse.Namespace, kind: type[Setup]) -> Setup:
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return kind(**given, download=not options.no_download)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pathsgd.paper import cost
-from pathsgd.paper.commands.common import add_study, add_study_place, loaded, place_of, reporting, study_of
+from pathsgd.paper import StudySetup, TerminalProgress, reproduce
+from pathsgd.paper.commands.common import add_study, add_study_place, setup_of, study_of
 from pathsgd.paper.commands.figures import conclude
-from pathsgd.paper.experiment.conduct import conduct
 
 HELP = "the paper's whole study: small by default, or at full size"
 DESCRIPTION = """\
@@ -38,13 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    study = study_of(options)
     out = options.out or Path(f"pathsgd-{options.preset}")
-    datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study, study.methods, out)
-    with reporting(options, out) as reporter:
-        results = conduct(study, datasets, place, reporter)
-        reporter.say("timing a step")
-        cost.write(cost.measured(study, results.data[study.datasets[0]], place.device), out)
-        conclude(results)
+    setup = setup_of(options, StudySetup)
+    assert isinstance(setup, StudySetup)
+    conclude(reproduce(study_of(options), out, setup, progress=TerminalProgress(options.quiet)))
     return 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pathsgd.paper.commands.common import add_study, add_study_place, loaded, place_of, reporting, study_of
-from pathsgd.paper.experiment.conduct import record_head, search
-from pathsgd.paper.tables import choices_table, printed
+from pathsgd.paper import StudySetup, TerminalProgress, sweep, tabulate_choices
+from pathsgd.paper.commands.common import add_study, add_study_place, setup_of, study_of
 
 HELP = "choose step sizes on validation points"
 DESCRIPTION = """\
@@ -27,13 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    study = study_of(options)
     out = options.out or Path("pathsgd-sweep")
-    datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study, study.methods, out)
-    with reporting(options, out) as reporter:
-        infos = record_head(study, datasets, place)
-        choices = search(study, datasets, infos, place, reporter)
-    print("\n" + printed(choices_table(choices)))
-    print(f"\nrecorded in {out}")
+    setup = setup_of(options, StudySetup)
+    assert isinstance(setup, StudySetup)
+    choices = sweep(study_of(options), out, setup, progress=TerminalProgress(options.quiet))
+    print(f"\n{tabulate_choices(choices)}\n\nrecorded in {out}")
     return 0 if all(choice.best for choice in choices) else 1

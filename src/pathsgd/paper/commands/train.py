@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
 from pathlib import Path
 
-from pathsgd.console.options import add_options, from_json, given, merged
-from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
-from pathsgd.paper.config import Run
-from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.execute import execute
-from pathsgd.paper.experiment.manifest import note
-from pathsgd.paper.experiment.problem import checksum, problem_of
-from pathsgd.paper.experiment.record import Folder, Line
-from pathsgd.paper.optimizers import METHODS, find_method
+from pathsgd.console.options import add_options, given, merged
+from pathsgd.paper import Run, Setup, TerminalProgress, train
+from pathsgd.paper.commands.common import add_place, setup_of
+from pathsgd.paper.config_json import from_json
+from pathsgd.paper.optimizers import METHODS
+from pathsgd.paper.progress import describe_metrics
+from pathsgd.paper.records.json_files import read_json
 
 HELP = "one training run"
 DESCRIPTION = f"""\
@@ -45,39 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     start = Run()
     if options.config is not None:
-        start = from_json(Run, store.read_json(options.config), str(options.config))
-    config = merged(start, given(options, Run))
-    find_method(config.method)
+        start = from_json(Run, read_json(options.config), str(options.config))
     out = options.out or Path("pathsgd-train")
-    datasets = loaded([config.dataset], options)
-    place = place_of(options, datasets, config, [config.method], out, keep_checkpoints=True)
-    config = dataclasses.replace(config, data=checksum(datasets[config.dataset]))
-    with reporting(options, out) as reporter:
-        problem = problem_of(datasets[config.dataset], config, place.device)
-        reporter.phase(find_method(config.method).label, config.epochs)
-
-        def watch(run: Run, line: Line) -> None:
-            reporter.epoch(run, line)
-            reporter.say(described(line))
-
-        before = Folder(place.runs, config).recorded()
-        if before is None:
-            note(place.runs / config.name / "manifest.json", place.device)
-        ended = execute(config, problem, place.runs, watch, place.habits)
-        reporter.ended(ended)
-    print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {described(ended.lines[-1])}")
-    print(f"{'recorded before' if before == ended else 'recorded'} in {place.runs / config.name}")
-    return 1 if ended.status == "diverged" else 0
-
-
-def described(line: Line) -> str:
-    rest = ", ".join(
-        f"{name.replace('_', ' ')} {_number(name, value)}" for name, value in line.items() if name != "epoch"
-    )
-    return f"epoch {line['epoch']}: {rest}"
-
-
-def _number(name: str, value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "not finite"
-    return f"{value:.2%}" if name.endswith("error") else f"{value:.4g}"
+    progress = TerminalProgress(options.quiet, every_epoch=True)
+    record = train(merged(start, given(options, Run)), out, setup_of(options, Setup), progress=progress)
+    reason = f": {record.reason}" if record.reason else ""
+    print(f"{record.status}{reason}: {describe_metrics(record.lines[-1])}")
+    print(f"recorded in {out / 'runs' / record.run.name}")
+    return 1 if record.status == "diverged" else 0

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pathsgd import PathError
 from pathsgd.console.tables import align
-from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import TABLE_1, Dataset, dimensionality
-from pathsgd.paper.data.find import find
-from pathsgd.paper.data.load import absent, default_data_dir, load
+from pathsgd.paper.data.load import default_data_dir, describe_missing, load
+from pathsgd.paper.data.local_files import find_files
 from pathsgd.paper.data.sources import SOURCES
 
 HELP = "get the data sets of the paper, check them and print its Table 1"
@@ -85,8 +85,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _local(data_dir: Path) -> tuple[list[str], dict[str, str]]:
     """The data sets that are there, and what to say of the others."""
-    found = {name: find(source, data_dir) for name, source in SOURCES.items()}
-    missing = {name: absent(SOURCES[name], data_dir, place) for name, place in found.items() if place.missing}
+    found = {name: find_files(source, data_dir) for name, source in SOURCES.items()}
+    missing = {
+        name: describe_missing(SOURCES[name], data_dir, place)
+        for name, place in found.items()
+        if place.missing
+    }
     return [*(name for name in found if name not in missing), "digits"], missing
 
 
