@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from pathsgd.console.machine import name_of
+from pathsgd.paper.config import Run
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.load import load
-from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import problem_of
 from pathsgd.paper.experiment.streams import own_streams
 from pathsgd.paper.experiment.training import Training
+from pathsgd.paper.optimizers import METHODS
 
 
 def like_cifar() -> Dataset:

@@ -16,12 +16,12 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
+from pathsgd.paper.config import Run  # noqa: E402
 from pathsgd.paper.data.dataset import Dataset  # noqa: E402
-from pathsgd.paper.experiment.config import Run  # noqa: E402
-from pathsgd.paper.experiment.methods import METHODS  # noqa: E402
 from pathsgd.paper.experiment.problem import problem_of  # noqa: E402
 from pathsgd.paper.experiment.streams import own_streams  # noqa: E402
 from pathsgd.paper.experiment.training import Training  # noqa: E402
+from pathsgd.paper.optimizers import METHODS  # noqa: E402
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 STEP_SIZES = {"sgd": 0.05, "momentum": 0.01, "path-sgd": 0.02, "path-momentum": 0.002, "muon": 0.01}

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from pathsgd.paper.claims import claims
+from pathsgd.paper.config import Cell
 from pathsgd.paper.cost import Cost
 from pathsgd.paper.evidence import race, spread
 from pathsgd.paper.experiment.record import Recorded
 from pathsgd.paper.experiment.results import Choice, Tried
-from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.tables import choices_table, printed, printed_claims, results_table
 from support.fake_study import fake_study
 

@@ -13,18 +13,18 @@ import torch
 from pathsgd.console.machine import share_out
 from pathsgd.errors import PathError
 from pathsgd.paper.commands.common import reporting
+from pathsgd.paper.config import Run, Seeds
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 from pathsgd.paper.experiment.choose import to_carry_on, winner
-from pathsgd.paper.experiment.config import Run, Seeds
 from pathsgd.paper.experiment.dropout import dropped
 from pathsgd.paper.experiment.execute import Habits, execute
 from pathsgd.paper.experiment.manifest import note, read
-from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Recorded
 from pathsgd.paper.experiment.training import Training, network_of
+from pathsgd.paper.optimizers import METHODS
 
 CPU = torch.device("cpu")
 SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from pathsgd.errors import PathError
-from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.config import Cell
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.curves import curve_of, error_range, first_part, loss_range

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from pathsgd.paper.config import Study
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.conduct import final_runs
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Folder
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
-from pathsgd.paper.experiment.study import Study
+from pathsgd.paper.optimizers import find_method
 
 SPEED = {"sgd": 0.8, "adagrad": 0.6, "path-sgd": 1.2}
 
@@ -40,7 +40,7 @@ def fake_study(out, diverged=None, unchosen=(), **options):
             Tried(0.1, "stopped" if bad else "done", 0.0213, 7, "hopeless <>" if bad else "", "y"),
         ]
         choices.append(Choice(cell, None if bad else 0.1, tried))
-        hurt = cell.init == "unbalanced" and not method(cell.method).invariant
+        hurt = cell.init == "unbalanced" and not find_method(cell.method).invariant
         speed = SPEED.get(cell.method, 0.5) / (40 if hurt else 1)
         for k, run in enumerate(final_runs(study, choices[-1], info.checksum)):
             k = 0 if run.init == "powers-of-two" else k

@@ -17,25 +17,22 @@ from pathsgd.errors import PathError
 T = TypeVar("T")
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with its documentation."""
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_options(parser: Parser, config: type[Any], prefix: str = "", **shown: Any) -> None:
     """An option for each field. What is not given stays out of the parsed options, so that a preset or a file
     can fill it in; ``shown`` are defaults to print in their place."""
-    hints = get_type_hints(config)
+    from pathsgd.paper.config_json import field_docs  # the docstrings under the fields
+
+    hints, docs = get_type_hints(config), field_docs(config)
     for field in dataclasses.fields(config):
         kind, name = hints[field.name], prefix + field.name
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             add_options(parser, kind, prefix=f"{name}_")
             continue
-        help_text = field.metadata.get("help")
+        help_text = docs.get(field.name)
         if help_text is None:
             continue  # not for the command line
         default = shown.get(field.name, field.default)

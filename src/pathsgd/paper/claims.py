@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 
 from pathsgd.paper.comparison import PATH, RIVALS, compared_on
+from pathsgd.paper.config import Cell
 from pathsgd.paper.cost import Cost
-from pathsgd.paper.data.dataset import called
+from pathsgd.paper.data.dataset import short_name
 from pathsgd.paper.evidence import Spread, alike, gaps, last
-from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.figures.examples import explosion, poor_updates
+from pathsgd.paper.optimizers import METHODS, find_method
 from pathsgd.paper.summary import AGAINST, NOT_COUNTED, Claim, Verdict
 
 CLOSE, CLOSE_PART = 0.005, 0.1
@@ -76,16 +76,16 @@ def _not_run(results: Results, names: Sequence[str], inits: Sequence[str] = ("ba
 
 
 def _where(dataset: str, dropout: float) -> str:
-    return called(dataset) + (f", dropout {dropout:g}" if dropout else "")
+    return short_name(dataset) + (f", dropout {dropout:g}" if dropout else "")
 
 
 def _same_curves(results: Results) -> Claim:
     weighed = Weighed()
     for cell, own in results.finals.items():
-        if cell.init != "balanced" or not method(cell.method).invariant:
+        if cell.init != "balanced" or not find_method(cell.method).invariant:
             continue
         other = results.finals.get(Cell(cell.dataset, cell.dropout, "unbalanced", cell.method))
-        text = f"{_where(cell.dataset, cell.dropout)}, {method(cell.method).label}: "
+        text = f"{_where(cell.dataset, cell.dropout)}, {find_method(cell.method).label}: "
         agree = []
         if cell in results.exact:
             agree.append(results.exact[cell].lines == own[0].lines)
@@ -125,7 +125,7 @@ def _unbalance_hurts(results: Results) -> Claim:
                 errors = [last(results.finals[cell], "test_error") for cell in cells]
                 losses = [last(results.finals[cell], "train_loss") for cell in cells]
                 weighed.add(
-                    f"{_where(dataset, dropout)}, {method(name).label}: test error {errors[0].percent()} "
+                    f"{_where(dataset, dropout)}, {METHODS[name].label}: test error {errors[0].percent()} "
                     f"balanced, {errors[1].percent()} unbalanced; training loss {losses[0].plain()} and "
                     f"{losses[1].plain()}",
                     _worse(errors, HURT) or (_worse(errors, 1.0) and _worse(losses, HURT_LOSS)),

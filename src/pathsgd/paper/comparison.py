@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pathsgd.paper.config import Cell
 from pathsgd.paper.evidence import Race, Spread, last, race
-from pathsgd.paper.experiment.methods import METHODS
 from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.optimizers import METHODS
 
 PATH, RIVALS = "path-sgd", ("sgd", "adagrad")
 

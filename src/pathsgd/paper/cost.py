@@ -12,10 +12,10 @@ import torch
 from pathsgd.bench.measure import Setting, measure
 from pathsgd.bench.methods import BASELINE
 from pathsgd.console.machine import name_of
-from pathsgd.console.options import from_json
+from pathsgd.paper.config import Study
+from pathsgd.paper.config_json import from_json
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.results import DataInfo
-from pathsgd.paper.experiment.study import Study
 from pathsgd.paper.experiment.training import architecture
 
 SECONDS = 1.5

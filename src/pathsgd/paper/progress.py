@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.config import Run
 from pathsgd.paper.experiment.record import Line, Recorded
 from pathsgd.paper.experiment.results import describe
 

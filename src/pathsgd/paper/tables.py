@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from pathsgd.paper.data.dataset import TABLE_1, called, dimensionality
+from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.evidence import last
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Choice, Results
+from pathsgd.paper.optimizers import find_method
 from pathsgd.paper.summary import Claim, Table, aligned
 
 
@@ -21,7 +21,7 @@ def data_table(results: Results) -> Table:
     rows = []
     for name, info in results.data.items():
         sizes = (info.classes, info.train, info.test)
-        rows.append([called(name), dimensionality(info.shape), *map(str, sizes)])
+        rows.append([short_name(name), dimensionality(info.shape), *map(str, sizes)])
     return Table("Data sets", list(TABLE_1), rows)
 
 
@@ -33,7 +33,7 @@ def results_table(results: Results) -> Table:
     for choice in results.choices:
         cell, best = choice.cell, choice.best
         runs = results.finals[cell]
-        names = [called(cell.dataset), f"{cell.dropout:g}", cell.init, method(cell.method).label]
+        names = [short_name(cell.dataset), f"{cell.dropout:g}", cell.init, find_method(cell.method).label]
         if best is None:
             rows.append([*names, "none", _losers(choice), "", "", ""])
             continue
@@ -57,7 +57,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
     rows = []
     for choice in choices:
         cell = choice.cell
-        names = [called(cell.dataset), f"{cell.dropout:g}", cell.init, method(cell.method).label]
+        names = [short_name(cell.dataset), f"{cell.dropout:g}", cell.init, find_method(cell.method).label]
         found = {tried.step_size: tried for tried in choice.tried}
         cells = []
         for size in sizes:

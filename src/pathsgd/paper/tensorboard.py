@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.errors import PathError
+from pathsgd.paper.config import Run
 from pathsgd.paper.experiment.conduct import Reporter
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.record import Line, Recorded
 
 

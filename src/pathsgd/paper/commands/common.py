@@ -14,12 +14,11 @@ import torch
 from pathsgd.console.machine import check_memory, device_of, share_out, weights_of
 from pathsgd.console.options import add_options, given, merged
 from pathsgd.errors import PathError
+from pathsgd.paper.config import PRESETS, Run, Study
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import Habits
 from pathsgd.paper.experiment.store import alone_in
-from pathsgd.paper.experiment.study import PRESETS, Study
 from pathsgd.paper.progress import Progress
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pathsgd.console.options import add_options, from_json, given, merged
 from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
+from pathsgd.paper.config import Run
 from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import execute
 from pathsgd.paper.experiment.manifest import note
-from pathsgd.paper.experiment.methods import METHODS, method
 from pathsgd.paper.experiment.problem import checksum, problem_of
 from pathsgd.paper.experiment.record import Folder, Line
+from pathsgd.paper.optimizers import METHODS, find_method
 
 HELP = "one training run"
 DESCRIPTION = f"""\
@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
     if options.config is not None:
         start = from_json(Run, store.read_json(options.config), str(options.config))
     config = merged(start, given(options, Run))
-    method(config.method)
+    find_method(config.method)
     out = options.out or Path("pathsgd-train")
     datasets = loaded([config.dataset], options)
     place = place_of(options, datasets, config, [config.method], out, keep_checkpoints=True)
     config = dataclasses.replace(config, data=checksum(datasets[config.dataset]))
     with reporting(options, out) as reporter:
         problem = problem_of(datasets[config.dataset], config, place.device)
-        reporter.phase(method(config.method).label, config.epochs)
+        reporter.phase(find_method(config.method).label, config.epochs)
 
         def watch(run: Run, line: Line) -> None:
             reporter.epoch(run, line)

@@ -14,10 +14,10 @@ Split = tuple[Tensor, Tensor]
 """Inputs (n, features) and labels (n,) int64."""
 
 
-def called(dataset: str) -> str:
+def short_name(dataset: str) -> str:
     """Of ``name=path.npz`` the name; others are named as they are asked for.
 
-    >>> called("mine=data/features.npz"), called("mnist")
+    >>> short_name("mine=data/features.npz"), short_name("mnist")
     ('mine', 'mnist')
     """
     return dataset.partition("=")[0]

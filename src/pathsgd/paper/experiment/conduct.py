@@ -16,17 +16,15 @@ from typing import Protocol
 import torch
 
 from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import Dataset, called
+from pathsgd.paper.config import Run, Study
+from pathsgd.paper.data.dataset import Dataset, short_name
 from pathsgd.paper.experiment import store
 from pathsgd.paper.experiment.choose import to_carry_on, winner
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.execute import Habits, execute, recorded
 from pathsgd.paper.experiment.manifest import note
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problems, check_fits, checksum
 from pathsgd.paper.experiment.record import Folder, Line, Recorded
 from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
-from pathsgd.paper.experiment.study import Study, carried_on
 from pathsgd.paper.experiment.training import architecture, traced
 
 Datasets = dict[str, Dataset]
@@ -77,7 +75,7 @@ def conduct(study: Study, datasets: Datasets, place: Place, reporter: Reporter) 
 
 def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, DataInfo]:
     """Writes down what is about to be done, with what, if it can be done."""
-    for run in study.searches(dict.fromkeys(datasets, "")):
+    for run in study.all_search_runs():
         check_fits(datasets[run.dataset], run)
     with torch.device("meta"):
         for data in datasets.values():
@@ -96,8 +94,8 @@ def record_head(study: Study, datasets: Datasets, place: Place) -> dict[str, Dat
             )
         # What another study came to must not be taken for what this one will.
         stale = ["choices.json", "claims.json", "cost.json", "report.html"]
-        checksums = {name: info.checksum for name, info in infos.items()}
-        if all(Folder(place.runs, run).recorded() is None for run in study.searches(checksums)):
+        runs = [run for c in study.cells() for run in study.search_runs(c, infos[c.dataset].checksum)]
+        if all(Folder(place.runs, run).recorded() is None for run in runs):
             stale.append("manifest.json")
         for name in stale:
             (place.out / name).unlink(missing_ok=True)
@@ -118,7 +116,7 @@ def _differing(path: Path, content: dict[str, object]) -> list[str]:
         return [path.name]
     now = json.loads(store.encoded(content))
     names = [name for name in {**found, **now} if found.get(name) != now.get(name)]
-    return [f"data of {called(name)}" if path.name == "data.json" else name for name in names]
+    return [f"data of {short_name(name)}" if path.name == "data.json" else name for name in names]
 
 
 def info_of(data: Dataset) -> DataInfo:
@@ -129,13 +127,14 @@ def search(
     study: Study, datasets: Datasets, infos: dict[str, DataInfo], place: Place, reporter: Reporter
 ) -> list[Choice]:
     """A step size for every cell."""
-    of = {cell: study.searches_of(cell, infos[cell.dataset].checksum) for cell in study.cells()}
+    of = {cell: study.search_runs(cell, infos[cell.dataset].checksum) for cell in study.cells()}
     runs = [run for own in of.values() for run in own]
     found = _execute_all("search for step sizes", runs, datasets, place, reporter)
     again = {
-        cell: carried_on(
-            [r.run for r in to_carry_on([found[run] for run in own], infos[cell.dataset].classes)]
-        )
+        cell: [
+            dataclasses.replace(r.run, grace=0)
+            for r in to_carry_on([found[run] for run in own], infos[cell.dataset].classes)
+        ]
         for cell, own in of.items()
     }
     runs = [run for own in again.values() for run in own]
@@ -157,10 +156,9 @@ def final_runs(study: Study, choice: Choice, data: str) -> list[Run]:
     """The runs on all the training data, and for an invariant method one from scales that round nothing."""
     if choice.step_size is None:
         return []
-    runs = study.finals_of(choice.cell, data, choice.step_size)
-    if choice.cell.init == "balanced" and method(choice.cell.method).invariant:
-        runs.append(study.exact_of(choice.cell, data, choice.step_size))
-    return runs
+    runs = study.final_runs(choice.cell, data, choice.step_size)
+    exact = study.exact_run(choice.cell, data, choice.step_size)
+    return [*runs, exact] if exact else runs
 
 
 def _tried(run: Recorded) -> Tried:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pathsgd.console.machine import allow_tf32
-from pathsgd.paper.experiment.config import Run
+from pathsgd.paper.config import Run
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.experiment.record import Folder, Line, Recorded, Status
 from pathsgd.paper.experiment.streams import own_streams
@@ -94,7 +94,7 @@ def _evaluated(training: Training) -> Measured:
 
 
 def _line(run: Run, epoch: int, trained: Measured, evaluated: Measured) -> Line:
-    name = run.evaluates
+    name = run.evaluates_on
     return {
         "epoch": epoch,
         "train_loss": trained.loss,
@@ -107,11 +107,11 @@ def _line(run: Run, epoch: int, trained: Measured, evaluated: Measured) -> Line:
 def _judged(run: Run, lines: list[Line], classes: int) -> tuple[Status | None, str]:
     """Whether a run is at its end, and why."""
     epoch, last = len(lines) - 1, lines[-1]
-    losses = [last["train_loss"], last[f"{run.evaluates}_loss"]]
+    losses = [last["train_loss"], last[f"{run.evaluates_on}_loss"]]
     if any(loss is None or not math.isfinite(loss) for loss in losses):
         return "diverged", f"the loss was not finite in epoch {epoch}"
     if run.grace and epoch == run.grace < run.epochs:
-        best = min(line[f"{run.evaluates}_error"] for line in lines[1:])
+        best = min(line[f"{run.evaluates_on}_error"] for line in lines[1:])
         guessing = 1 - 1 / classes
         if best >= HOPELESS * guessing:
             return (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.errors import PathError
+from pathsgd.paper.config import Run
 from pathsgd.paper.data.dataset import Dataset
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.memory import bytes_of
 
 

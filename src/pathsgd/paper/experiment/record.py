@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from pathsgd.console.options import from_json
 from pathsgd.errors import PathError
+from pathsgd.paper.config import Run
+from pathsgd.paper.config_json import from_json
 from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.memory import bytes_of
 
 Status = Literal["done", "diverged", "stopped"]
@@ -48,7 +48,7 @@ class Recorded:
     @property
     def errors(self) -> list[float]:
         """On what it was evaluated on."""
-        return self.curve(f"{self.run.evaluates}_error")
+        return self.curve(f"{self.run.evaluates_on}_error")
 
     @property
     def best(self) -> tuple[float, int]:

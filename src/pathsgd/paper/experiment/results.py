@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pathsgd.console.options import from_json
 from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import called
+from pathsgd.paper.config import Cell, Run, Study
+from pathsgd.paper.config_json import from_json
+from pathsgd.paper.data.dataset import short_name
 from pathsgd.paper.experiment import manifest, store
-from pathsgd.paper.experiment.config import Run
 from pathsgd.paper.experiment.manifest import Manifest
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.record import Recorded, read
-from pathsgd.paper.experiment.study import Cell, Study
+from pathsgd.paper.optimizers import find_method
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Choice:
 
 def describe(of: Cell | Run) -> str:
     dropout = f", dropout {of.dropout:g}" if of.dropout else ""
-    return f"{called(of.dataset)}, {method(of.method).label}, {of.init}{dropout}"
+    return f"{short_name(of.dataset)}, {find_method(of.method).label}, {of.init}{dropout}"
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,11 @@ class Results:
             if choice.step_size is None:
                 continue
             checksum = data[cell.dataset].checksum
-            for run in study.finals_of(cell, checksum, choice.step_size):
+            for run in study.final_runs(cell, checksum, choice.step_size):
                 finals[cell].append(_read(out / "runs" / run.name))
-            if cell.init == "balanced" and method(cell.method).invariant:
-                run = study.exact_of(cell, checksum, choice.step_size)
-                exact[cell] = _read(out / "runs" / run.name)
+            again = study.exact_run(cell, checksum, choice.step_size)
+            if again is not None:
+                exact[cell] = _read(out / "runs" / again.name)
         manifests = manifest.read(out / "manifest.json")
         return cls(out, study, manifests, data, choices, finals, exact)
 

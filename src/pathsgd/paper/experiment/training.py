@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pathsgd import trace, unbalance
-from pathsgd.graph.path_graph import PathGraph
-from pathsgd.paper.experiment.config import Net, Run
+from pathsgd import PathGraph, trace, unbalance
+from pathsgd.paper.config import Run
 from pathsgd.paper.experiment.dropout import dropped
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.problem import Problem
 from pathsgd.paper.networks import conv_net, initialise, stack
+from pathsgd.paper.optimizers import find_method
 
 SET_UP = threading.Lock()
 """Steps are captured by one thread at a time: torch keeps global state meanwhile."""
@@ -51,14 +50,14 @@ def network_of(run: Run, problem: Problem) -> tuple[nn.Sequential, PathGraph]:
     return model, graph
 
 
-def architecture(net: Net, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:
+def architecture(net: str, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:
     if net == "conv":
         return conv_net(shape, hidden, classes)
     return stack(math.prod(shape), *hidden, classes)
 
 
 @functools.cache
-def traced(net: Net, shape: Shape, hidden: Shape, classes: int) -> PathGraph:
+def traced(net: str, shape: Shape, hidden: Shape, classes: int) -> PathGraph:
     """One graph for all networks that are built alike: tracing takes longer than an epoch of a small one.
 
     Not beside other runs: meanwhile torch changes settings of the whole process, and with them how products
@@ -84,7 +83,7 @@ class Training:
         self.device = problem.train_x.device
         self.model, graph = network_of(run, problem)
         self.model.to(self.device)
-        self.optimizer = method(run.method).make(self.model, graph, run.step_size, run.p)
+        self.optimizer = find_method(run.method).make(self.model, graph, run.step_size, run.p)
         self.order = torch.Generator().manual_seed(run.seed.order)
         self.drops = torch.Generator(self.device).manual_seed(run.seed.dropout)
         self.steps = len(problem.train_y) // run.batch

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import compared
 from pathsgd.paper.figures.style import title_of
+from pathsgd.paper.optimizers import find_method
 
 
 def caption(name: str, results: Results) -> str:
@@ -44,7 +44,7 @@ def _about_unbalanced(results: Results, dropout: bool) -> list[str]:
     if not {"balanced", "unbalanced"} <= set(study.inits):
         return []
     said = []
-    invariant = [method(name).label for name in study.methods if method(name).invariant]
+    invariant = [find_method(name).label for name in study.methods if find_method(name).invariant]
     if invariant:
         names = " and ".join(invariant)
         said.append(
@@ -66,7 +66,7 @@ def _figure1(results: Results) -> str:
             "with a step size that ended well."
         )
     else:
-        name, where = method(pair[0].method).label, title_of(pair[0].dataset)
+        name, where = find_method(pair[0].method).label, title_of(pair[0].dataset)
         first = (
             f"(a) The training loss of {name} on {where} from the balanced initialisation and from the same "
             "weights unbalanced by rescaling, each with the step size chosen for it."

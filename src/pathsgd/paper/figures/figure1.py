@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pathsgd.paper.experiment.methods import method
+from pathsgd.paper.config import Cell
 from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.figures.curves import curve_of, loss_range, settled
 from pathsgd.paper.figures.examples import explosion, poor_updates
 from pathsgd.paper.figures.learning import Look, draw_curve
 from pathsgd.paper.figures.networks import draw_example
 from pathsgd.paper.figures.style import LINES, clean, drawable, size, title_of
+from pathsgd.paper.optimizers import find_method
 
 LOOKS = {
     "balanced": Look("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
@@ -40,7 +40,7 @@ def compared(results: Results) -> tuple[Cell, Cell] | None:
     """The balanced and the unbalanced cell of panel (a): of SGD on MNIST without dropout, or what comes next
     to it. None if no data set has both."""
     study = results.study
-    methods = [m for m in ("sgd", *study.methods) if m in study.methods and not method(m).invariant]
+    methods = [m for m in ("sgd", *study.methods) if m in study.methods and not find_method(m).invariant]
     datasets = sorted(study.datasets, key=lambda name: name != "mnist")
     for name in dict.fromkeys(methods):
         for dropout in sorted(study.dropouts):
@@ -80,7 +80,9 @@ def training(axes: Any, results: Results) -> None:
     axes.set_xlim(-0.01 * last, last * 1.01)
     axes.xaxis.get_major_locator().set_params(integer=True)
     dropout = f", dropout {pair[0].dropout:g}" if pair[0].dropout else ""
-    axes.set_title(f"(a) {method(pair[0].method).label} on {drawable(title_of(pair[0].dataset))}{dropout}")
+    axes.set_title(
+        f"(a) {find_method(pair[0].method).label} on {drawable(title_of(pair[0].dataset))}{dropout}"
+    )
     axes.set_xlabel("epoch")
     axes.set_ylabel("cross-entropy training loss")
     # Below the panel: the curves may be anywhere in it.

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pathsgd.paper.experiment.methods import method
+from pathsgd.paper.config import Cell
 from pathsgd.paper.experiment.record import Recorded
 from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
 from pathsgd.paper.figures.curves import Curve, Range, curve_of, error_range, loss_range, settled
 from pathsgd.paper.figures.style import LINES, clean, drawable, method_style, percent, title_of
+from pathsgd.paper.optimizers import find_method
 
 COLUMNS = {
     "train_loss": "Cross-Entropy Training Loss",
@@ -89,7 +89,7 @@ def look_of(cell: Cell, quiet: bool, traced: bool) -> Look:
     if not traced:
         return Look(colour, marker, "none", 0.0, filled=False, band=False)
     balanced = cell.init == "balanced"
-    width = 1.9 if method(cell.method).invariant else 1.5
+    width = 1.9 if find_method(cell.method).invariant else 1.5
     if quiet and not balanced:
         width = 0.9
     return Look(colour, marker, LINES[cell.init], width, filled=balanced, band=balanced or not quiet)
@@ -98,7 +98,7 @@ def look_of(cell: Cell, quiet: bool, traced: bool) -> Look:
 def is_traced(cell: Cell, cells: dict[Cell, list[Recorded]]) -> bool:
     """A rescaled start of an invariant method is drawn as marks: its line would be hidden by the balanced."""
     twin = Cell(cell.dataset, cell.dropout, "balanced", cell.method)
-    return cell.init == "balanced" or not method(cell.method).invariant or not cells.get(twin)
+    return cell.init == "balanced" or not find_method(cell.method).invariant or not cells.get(twin)
 
 
 def _panel(axes: Any, cells: dict[Cell, list[Recorded]], column: str, last: int, quiet: bool) -> int:
@@ -179,7 +179,7 @@ def _value(value: float, column: str) -> str:
 
 
 def label_of(cell: Cell) -> str:
-    return f"{method(cell.method).label}, {cell.init}"
+    return f"{find_method(cell.method).label}, {cell.init}"
 
 
 def _legend(figure: Any, results: Results, rows: list[tuple[str, float]], last: int, quiet: bool) -> None:

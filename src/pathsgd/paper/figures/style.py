@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pathsgd.paper.data.dataset import called
+from pathsgd.paper.data.dataset import short_name
 from pathsgd.paper.data.sources import SOURCES
 
 METHOD_STYLES: dict[str, tuple[str, str]] = {
@@ -41,7 +41,7 @@ def method_style(name: str) -> tuple[str, str]:
 
 def title_of(dataset: str) -> str:
     """``mnist`` is MNIST; of ``name=path.npz`` the name."""
-    return SOURCES[dataset].title if dataset in SOURCES else called(dataset)
+    return SOURCES[dataset].title if dataset in SOURCES else short_name(dataset)
 
 
 def drawable(text: str) -> str:

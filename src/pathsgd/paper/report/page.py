@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.style import title_of
+from pathsgd.paper.optimizers import find_method
 from pathsgd.paper.report import sections
 from pathsgd.paper.report.css import CSS
 from pathsgd.paper.report.markup import Markup, escaped, tag
@@ -62,7 +62,7 @@ def write_report(
 
 def _lede(results: Results) -> str:
     study = results.study
-    methods = ", ".join(method(name).label for name in study.methods)
+    methods = ", ".join(find_method(name).label for name in study.methods)
     kind = "a convolutional network" if study.net == "conv" else "hidden layers"
     net = f"{kind} of {', '.join(map(str, study.hidden))} ReLU units"
     runs = sum(map(len, results.finals.values()))

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pathsgd.paper.config import Study
+from pathsgd.paper.config_json import field_docs
 from pathsgd.paper.experiment.manifest import Manifest
-from pathsgd.paper.experiment.methods import method
 from pathsgd.paper.experiment.results import Choice, Results, Tried, describe
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.style import size, title_of
+from pathsgd.paper.optimizers import find_method
 from pathsgd.paper.report.markup import Markup, picture, section, table, tag
 from pathsgd.paper.summary import AGAINST, Claim, Table
 
@@ -70,7 +72,7 @@ def _search_table(dataset: str, dropout: float, choices: Sequence[Choice]) -> Ma
     rows = []
     for choice in choices:
         by_size = {tried.step_size: tried for tried in choice.tried}
-        name = f"{method(choice.cell.method).label}, {choice.cell.init}"
+        name = f"{find_method(choice.cell.method).label}, {choice.cell.init}"
         chosen = "none ended well" if choice.step_size is None else size(choice.step_size)
         rows.append([name, chosen, *(_tried(by_size.get(s), choice.step_size) for s in sizes)])
     title = f"{title_of(dataset)}, {f'dropout {dropout:g}' if dropout else 'no dropout'}"
@@ -106,12 +108,12 @@ def _mishaps(results: Results) -> Markup:
 
 
 def configuration_section(results: Results) -> Markup:
-    study = results.study
+    study, docs = results.study, field_docs(Study)
     rows = [
         [
             field.name.replace("_", " "),
             _shown(field.name, getattr(study, field.name)),
-            field.metadata.get("help", ""),
+            docs.get(field.name, ""),
         ]
         for field in dataclasses.fields(study)
     ]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
-from pathsgd.errors import PathError
-from pathsgd.graph.path_graph import PathGraph
-from pathsgd.optim.fused.choice import has_triton
+from pathsgd import PathAdagrad, PathAdam, PathError, PathGraph, PathNormalized, PathSGD
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
 
 
@@ -84,7 +82,7 @@ def _for_device(kind: type[Optimizer], model: nn.Module, options: dict[str, Any]
 def _adagrad(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
     parameters = list(model.parameters())
     # One pass over the memory instead of five, where Triton is there to make it.
-    if parameters[0].is_cuda and has_triton():
+    if parameters[0].is_cuda and find_spec("triton") is not None:
         return OnePassAdagrad(parameters, lr=lr)
     return _torch(torch.optim.Adagrad)(model, graph, lr, p)
 
@@ -121,7 +119,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method(name: str) -> Method:
+def find_method(name: str) -> Method:
     if name not in METHODS:
         raise PathError(f"Unknown method: {name!r} (one of {', '.join(METHODS)})")
     return METHODS[name]
