@@ -10,7 +10,7 @@ import torch
 from pathsgd import cli
 from pathsgd.bench import command
 from pathsgd.bench.measure import Setting
-from pathsgd.paper.networks import ResNet, stack
+from pathsgd.console.networks import ResNet, stack
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 
+from pathsgd.console.files import write_atomically
 from pathsgd.console.machine import share_out
 from pathsgd.errors import PathError
 from pathsgd.paper.commands.common import reporting
@@ -304,11 +305,11 @@ class Trap:
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    store.write_whole(path, b"old")
+    write_atomically(path, b"old")
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
-            store.write_whole(path, b"new")
+            write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     with pytest.raises(ValueError, match="JSON"):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pathsgd.paper.networks import ResNet
+from pathsgd.console.networks import ResNet
 
 
 class Mlp(nn.Sequential):

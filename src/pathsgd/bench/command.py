@@ -14,11 +14,11 @@ import torch
 from pathsgd import PathError
 from pathsgd.bench.measure import Row, Setting, measure
 from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
-from pathsgd.bench.timing import bytes_per_us
 from pathsgd.console.command_line import parse
 from pathsgd.console.files import write_atomically
 from pathsgd.console.machine import device_of, name_of
-from pathsgd.paper.networks import small_image_resnet, stack
+from pathsgd.console.networks import small_image_resnet, stack
+from pathsgd.console.timing import bytes_per_us
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.bench.methods import BASELINE, HEAVY, METHODS, Stepper
-from pathsgd.bench.timing import Step, capture, median_us
 from pathsgd.console.machine import allow_tf32
-
+from pathsgd.console.timing import Step, capture, median_us
 
 ROUNDS = 3
 """On a CPU, with new models each time: where a model happens to lie in memory can cost a third of its speed."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd import PathAdagrad, PathNormalized, PathSGD
-from pathsgd.paper.optimizers import MuonAndSGD
+from pathsgd.console.muon import MuonAndSGD
 
 LR = 1e-30
 """So small that no weight changes: a network that diverges would be timed as one of NaNs."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pathsgd.console.tables import align
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.inspect.measure import Layer, Measures, Spread
-from pathsgd.paper.summary import aligned
 
 LEGEND = """\
 norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
@@ -38,7 +38,7 @@ def _network(measures: Measures) -> list[str]:
     )
     if measures.ratio is not None:
         rows.append(("ratio", f"{measures.ratio:.6g}", "1 where no rescaling makes mu smaller"))
-    return aligned(rows, "<<<")
+    return align(rows, "<<<")
 
 
 def _layers(layers: Sequence[Layer]) -> list[str]:
@@ -56,7 +56,7 @@ def _layers(layers: Sequence[Layer]) -> list[str]:
         rows.append((_title(layer), region, units, *norm, *imbalance))
     if not several:
         rows = [(row[0], *row[2:]) for row in rows]  # type: ignore[misc]
-    lines = aligned(rows, "<" + ">" * (len(rows[0]) - 1))
+    lines = align(rows, "<" + ">" * (len(rows[0]) - 1))
     lines.insert(1, "-" * max(map(len, lines)))
     return [*lines, "", LEGEND]
 

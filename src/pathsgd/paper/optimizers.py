@@ -12,40 +12,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import PathAdagrad, PathAdam, PathError, PathGraph, PathNormalized, PathSGD
+from pathsgd.console.muon import MuonAndSGD
 from pathsgd.paper.experiment.adagrad import OnePassAdagrad
-
-
-class MuonAndSGD:
-    """torch's Muon takes matrices only; what is no matrix moves by SGD."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise PathError(f"muon needs a torch that has it; this is {torch.__version__}")
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() != 2]
-        self.parts: list[Optimizer] = [torch.optim.Muon(matrices, lr)]
-        if rest:
-            self.parts.append(torch.optim.SGD(rest, lr, fused=True))
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        return {p: state for part in self.parts for p, state in part.state.items()}
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(k): part.state_dict() for k, part in enumerate(self.parts)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for k, part in enumerate(self.parts):
-            part.load_state_dict(state[str(k)])
-
 
 Make = Callable[[nn.Module, PathGraph, float, float], Any]
 """(model, its graph, lr, p) -> an optimizer."""

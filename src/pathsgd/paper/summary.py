@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,14 +28,3 @@ class Claim:
     verdict: Verdict
     evidence: list[str]
     """Marked where it speaks against the claim, or does not count."""
-
-
-def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Rows as lines of text, each column to its side: < or >."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(sides))]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]

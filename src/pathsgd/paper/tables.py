@@ -5,11 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from pathsgd.console.tables import align
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.evidence import last
 from pathsgd.paper.experiment.results import Choice, Results
 from pathsgd.paper.optimizers import find_method
-from pathsgd.paper.summary import Claim, Table, aligned
+from pathsgd.paper.summary import Claim, Table
 
 
 def tables(results: Results) -> list[Table]:
@@ -77,7 +78,7 @@ def _losers(choice: Choice) -> str:
 
 def printed(table: Table) -> str:
     """For a terminal."""
-    lines = aligned([table.head, *table.rows], "<" * len(table.head))
+    lines = align([table.head, *table.rows], "<" * len(table.head))
     lines.insert(1, "-" * max(map(len, lines)))
     note = textwrap.wrap(table.note, 100)
     return "\n".join([table.title, "", *lines, *note])

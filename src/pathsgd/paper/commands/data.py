@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pathsgd.console.tables import align
 from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import TABLE_1, Dataset, dimensionality
 from pathsgd.paper.data.find import find
 from pathsgd.paper.data.load import absent, default_data_dir, load
 from pathsgd.paper.data.sources import SOURCES
-from pathsgd.paper.summary import aligned
 
 HELP = "get the data sets of the paper, check them and print its Table 1"
 DESCRIPTION = """\
@@ -105,7 +105,7 @@ def row(data: Dataset) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     keys = ("title", "dimensionality", "classes", "train", "test")
-    return aligned([TABLE_1, *(tuple(str(r[key]) for key in keys) for r in rows)], "<<>>>")
+    return align([TABLE_1, *(tuple(str(r[key]) for key in keys) for r in rows)], "<<>>>")
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from pathsgd.console.files import write_atomically
 from pathsgd.errors import PathError
 from pathsgd.paper.config import Run
 from pathsgd.paper.config_json import from_json
@@ -78,7 +79,7 @@ class Folder:
         """Makes the folder hold exactly these lines."""
         store.write_json(self.path / "config.json", dataclasses.asdict(self.run))
         self.result.unlink(missing_ok=True)
-        store.write_whole(self.metrics, b"".join(map(store.line, lines)))
+        write_atomically(self.metrics, b"".join(map(store.line, lines)))
 
     def add(self, values: Line) -> None:
         with self.metrics.open("ab") as file:
@@ -88,7 +89,7 @@ class Folder:
         content = io.BytesIO()
         seal = _seal(self.run, epoch, store.lines_of(self.metrics), state)
         torch.save({"epoch": epoch, "state": state, "seal": seal}, content)
-        store.write_whole(self.checkpoint, content.getvalue())
+        write_atomically(self.checkpoint, content.getvalue())
 
     def saved(self) -> tuple[dict[str, Any], list[Line]] | None:
         """The last checkpoint and the lines up to it; None if there is none that can be trusted."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,32 +11,8 @@ from typing import Any
 
 import filelock
 
+from pathsgd.console.files import write_atomically
 from pathsgd.errors import PathError
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Written beside its place and moved there: at any moment the old file or the new one, and no half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, OSError) and error.errno:
-            error.filename = str(path)  # a full disk names no file
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def encoded(value: Any) -> bytes:
@@ -46,7 +20,7 @@ def encoded(value: Any) -> bytes:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_whole(path, encoded(value))
+    write_atomically(path, encoded(value))
 
 
 def _refused(constant: str) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd import PathGraph, trace, unbalance
+from pathsgd.console.networks import stack
+from pathsgd.errors import PathError
 from pathsgd.paper.config import Run
 from pathsgd.paper.experiment.dropout import dropped
 from pathsgd.paper.experiment.problem import Problem
-from pathsgd.paper.networks import conv_net, initialise, stack
 from pathsgd.paper.optimizers import find_method
 
 SET_UP = threading.Lock()
@@ -48,6 +49,33 @@ def network_of(run: Run, problem: Problem) -> tuple[nn.Sequential, PathGraph]:
         generator = torch.Generator().manual_seed(run.seed.rescaling)
         unbalance(model, graph, generator=generator, powers_of_two=run.init == "powers-of-two")
     return model, graph
+
+
+def conv_net(shape: tuple[int, ...], hidden: tuple[int, ...], classes: int) -> nn.Sequential:
+    """Convolutions with pooling, then one linear hidden layer, on flat inputs. ``hidden`` are the channels of
+    the convolutions and, last, the units of the linear layer."""
+    if len(shape) != 3:
+        raise PathError(f"convolutions need images; these inputs have shape {shape}")
+    channels, height, width = shape
+    layers: list[nn.Module] = [nn.Unflatten(1, shape)]
+    for out in hidden[:-1]:
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        channels, height, width = out, height // 2, width // 2
+    if not height or not width:
+        raise PathError(f"images of {shape[1]}x{shape[2]} are too small for {len(hidden) - 1} poolings by 2")
+    layers += [nn.Flatten(), nn.Linear(channels * height * width, hidden[-1]), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden[-1], classes))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """The paper's balanced weights: N(0, 1/fan_in), and biases 0."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.zero_()
+        else:
+            fan_in = math.prod(parameter.shape[1:])
+            parameter.normal_(0, 1 / math.sqrt(fan_in), generator=generator)
 
 
 def architecture(net: str, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:

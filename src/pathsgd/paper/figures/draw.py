@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.console.extras import optional
-from pathsgd.paper.experiment import store
+from pathsgd.console.files import write_atomically
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import draw_figure1
@@ -44,5 +44,5 @@ def _write(figure: Any, path: Path) -> Path:
     metadata = {"Date": None} if path.suffix == ".svg" else {}
     figure.savefig(content, format=path.suffix[1:], dpi=DPI, metadata=metadata)
     figure.set_layout_engine("none")  # where things go is settled, and finding it takes long
-    store.write_whole(path, content.getvalue())
+    write_atomically(path, content.getvalue())
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from pathsgd.paper.experiment import store
+from pathsgd.console.files import write_atomically
 from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.style import title_of
 from pathsgd.paper.optimizers import find_method
@@ -57,7 +57,7 @@ def write_report(
     )
     head = HEAD.format(title=escaped(title), css=CSS)
     body = "\n".join([header, *shown.values()])
-    store.write_whole(path, f"{head}{body}\n</main>\n</body>\n</html>\n".encode("utf-8", "backslashreplace"))
+    write_atomically(path, f"{head}{body}\n</main>\n</body>\n</html>\n".encode("utf-8", "backslashreplace"))
 
 
 def _lede(results: Results) -> str:

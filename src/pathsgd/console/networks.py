@@ -1,14 +1,10 @@
-"""The networks that are trained and measured: stacks of linear layers as in the paper, and others."""
+"""The networks that are trained and timed: stacks of linear layers as in the paper, and ResNets."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
-
-from pathsgd.errors import PathError
 
 
 def stack(*widths: int) -> nn.Sequential:
@@ -17,33 +13,6 @@ def stack(*widths: int) -> nn.Sequential:
     for into, out in pairwise(widths):
         layers += [nn.Linear(into, out), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-def conv_net(shape: tuple[int, ...], hidden: tuple[int, ...], classes: int) -> nn.Sequential:
-    """Convolutions with pooling, then one linear hidden layer, on flat inputs. ``hidden`` are the channels of
-    the convolutions and, last, the units of the linear layer."""
-    if len(shape) != 3:
-        raise PathError(f"convolutions need images; these inputs have shape {shape}")
-    channels, height, width = shape
-    layers: list[nn.Module] = [nn.Unflatten(1, shape)]
-    for out in hidden[:-1]:
-        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        channels, height, width = out, height // 2, width // 2
-    if not height or not width:
-        raise PathError(f"images of {shape[1]}x{shape[2]} are too small for {len(hidden) - 1} poolings by 2")
-    layers += [nn.Flatten(), nn.Linear(channels * height * width, hidden[-1]), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden[-1], classes))
-
-
-@torch.no_grad()
-def initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """The paper's balanced weights: N(0, 1/fan_in), and biases 0."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.zero_()
-        else:
-            fan_in = math.prod(parameter.shape[1:])
-            parameter.normal_(0, 1 / math.sqrt(fan_in), generator=generator)
 
 
 class Block(nn.Module):
