@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pathsgd import trace
-from pathsgd.console.networks import stack
 from pathsgd.geometry import precision
+from pathsgd.console.networks import stack
 
 
 @pytest.fixture(autouse=True)

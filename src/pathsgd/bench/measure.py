@@ -16,7 +16,7 @@ from pathsgd.console.machine import allow_tf32
 from pathsgd.console.timing import Step, capture, median_us
 
 ROUNDS = 3
-"""On a CPU, with new models each time: where a model happens to lie in memory can cost a third of its speed."""
+"""On a CPU, with new models each time: where one happens to lie in memory can cost a third of its speed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,10 @@ def measure(
     rounds = 1 if device.type == "cuda" else ROUNDS
     timed = [_time_methods(setting, methods, seconds / rounds, device) for _ in range(rounds)]
     found, failed = timed[0]
-    times = {name: Times(*map(statistics.median, zip(*(t[name] for t, _ in timed)))) for name in found}
+    times = {
+        name: Times(*(statistics.median(each[name][k] for each, _ in timed) for k in range(3)))
+        for name in found
+    }
     floor = 3 * 4 * sum(p.numel() for p in setting.make().parameters()) / speed
     rows = [
         Row(

@@ -10,8 +10,7 @@ import contextlib
 import inspect
 import io
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
@@ -20,7 +19,7 @@ from pathsgd.errors import PathError
 
 T = TypeVar("T")
 
-MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def parse(config: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
@@ -35,17 +34,12 @@ def parse(config: type[T], arguments: Sequence[str], command: str, default: T | 
     Raises:
         PathError: The dataclass refuses the values.
     """
-    # tyro joins lines that begin with a letter.
-    description = textwrap.indent(inspect.getdoc(config) or "", " ")
+    if "--help" in arguments or "-h" in arguments:
+        print(inspect.getdoc(config), end="\n\n")  # tyro would join its lines
     given: dict[str, Any] = {} if default is None else {"default": default}
     with _raise_path_errors():
         return tyro.cli(
-            config,
-            prog=f"pathsgd {command}",
-            description=description,
-            args=list(arguments),
-            config=MARKERS,
-            **given,
+            config, prog=f"pathsgd {command}", description="", args=arguments, config=MARKERS, **given
         )
 
 
@@ -53,13 +47,13 @@ def parse_known(config: type[T], arguments: Sequence[str]) -> T:
     """Reads these options and ignores all others: what the defaults of the others depend on."""
     with _raise_path_errors():
         found, _ = tyro.cli(
-            config, args=list(arguments), config=MARKERS, return_unknown_args=True, add_help=False
+            config, args=arguments, config=MARKERS, return_unknown_args=True, add_help=False
         )
         return found
 
 
 @contextlib.contextmanager
-def _raise_path_errors() -> Any:
+def _raise_path_errors() -> Iterator[None]:
     """tyro prints a ValueError that a dataclass raises, and exits. Raises a PathError instead of that."""
     printed = io.StringIO()
     try:

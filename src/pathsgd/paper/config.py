@@ -225,8 +225,15 @@ class Study:
     def search_runs(self, cell: Cell, data: str) -> list[Run]:
         """The runs that choose the step size of a cell; ``data`` is the checksum of its data set."""
         grace = max(self.search_epochs // 3, 1) if self.early_stop else 0
-        changes = {"epochs": self.search_epochs, "validation": self.validation, "grace": grace}
-        return [replace(self._run(cell, data, size), **changes) for size in self.step_sizes]
+        return [
+            replace(
+                self._run(cell, data, size),
+                epochs=self.search_epochs,
+                validation=self.validation,
+                grace=grace,
+            )
+            for size in self.step_sizes
+        ]
 
     def final_runs(self, cell: Cell, data: str, step_size: float) -> list[Run]:
         """The runs on all the training data, one for each repeat."""
