@@ -391,6 +391,6 @@ def test_the_help_has_the_formula_and_two_examples(capsys):
         cli.main(["inspect", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "-log2 of the scale" in shown
+    assert "-log2 of the factor" in shown
     assert "runs the code in it" in shown
     assert shown.count("\n  pathsgd inspect ") == 2
