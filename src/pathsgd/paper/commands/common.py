@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +10,8 @@ from pathlib import Path
 import torch
 
 from pathsgd.console.machine import check_memory, device_of, share_out, weights_of
-from pathsgd.console.options import add_options, given, merged
 from pathsgd.errors import PathError
-from pathsgd.paper.config import PRESETS, Run, Study
+from pathsgd.paper.config import Run, Setup, Study, StudySetup
 from pathsgd.paper.data.load import load
 from pathsgd.paper.experiment.conduct import Datasets, Place, Reporter
 from pathsgd.paper.experiment.execute import Habits
@@ -22,66 +19,29 @@ from pathsgd.paper.experiment.store import alone_in
 from pathsgd.paper.progress import Progress
 
 
-def add_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--preset", choices=list(PRESETS), default="small", help="what the options change (default: small)"
-    )
-    group = parser.add_argument_group("the study", "the defaults shown are those of --preset small")
-    add_options(group, Study, **dataclasses.asdict(PRESETS["small"]))
-
-
-def study_of(options: argparse.Namespace) -> Study:
-    return merged(PRESETS[options.preset], given(options, Study))
-
-
-def add_place(parser: argparse.ArgumentParser, out: str) -> None:
-    group = parser.add_argument_group("where and how")
-    group.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the results (default: {out})")
-    group.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="folder of the data sets: see `pathsgd data`"
-    )
-    group.add_argument("--no-download", action="store_true", help="use local copies of the data only")
-    group.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
-    )
-    group.add_argument(
-        "--checkpoint-seconds", type=float, default=30.0, metavar="S",
-        help="save a run every so often; an interrupted one goes on from there (default: 30)",
-    )  # fmt: skip
-    group.add_argument("--tensorboard", action="store_true", help="also write the numbers for TensorBoard")
-    group.add_argument("--quiet", action="store_true", help="print results only")
-    parser.set_defaults(lanes=None, replace=False)
-
-
-def add_study_place(parser: argparse.ArgumentParser, out: str) -> None:
-    """Also what only a study of many runs has."""
-    add_place(parser, out)
-    group = parser.add_argument_group("a study's runs")
-    group.add_argument("--replace", action="store_true", help="let this study replace another in its folder")
-    group.add_argument(
-        "--lanes", type=int, metavar="N",
-        help="runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)",
-    )  # fmt: skip
-
-
-def loaded(names: Iterable[str], options: argparse.Namespace) -> Datasets:
-    return {name: load(name, options.data_dir, download=not options.no_download) for name in names}
+def loaded(names: Iterable[str], setup: Setup) -> Datasets:
+    return {name: load(name, setup.data_dir, download=setup.download) for name in names}
 
 
 def place_of(
-    options: argparse.Namespace, datasets: Datasets, config: Study | Run, methods: Sequence[str],
+    setup: Setup, datasets: Datasets, config: Study | Run, methods: Sequence[str],
     out: Path, keep_checkpoints: bool = False,
 ) -> Place:  # fmt: skip
-    device = device_of(options.device)
-    if not options.checkpoint_seconds >= 0:
-        raise PathError(f"Invalid --checkpoint-seconds: {options.checkpoint_seconds} (at least 0)")
+    device = device_of(setup.device)
     weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
     check_memory(device, weights)
-    if config.tf32 and (options.lanes or 1) > 1:
+    lanes = setup.lanes if isinstance(setup, StudySetup) else None
+    if config.tf32 and (lanes or 1) > 1:
         raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
     alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
-    lanes = share_out(device, weights, options.lanes, methods, alone)
-    return Place(out, device, lanes, Habits(options.checkpoint_seconds, keep_checkpoints), options.replace)
+    lanes = share_out(device, weights, lanes, methods, alone)
+    return Place(
+        out,
+        device,
+        lanes,
+        Habits(setup.checkpoint_seconds, keep_checkpoints),
+        isinstance(setup, StudySetup) and setup.replace,
+    )
 
 
 def _is_memory(text: str) -> bool:
@@ -91,11 +51,11 @@ def _is_memory(text: str) -> bool:
 
 
 @contextmanager
-def reporting(options: argparse.Namespace, out: Path) -> Iterator[Reporter]:
+def reporting(setup: Setup, quiet: bool, out: Path) -> Iterator[Reporter]:
     """Inside, the only process at work in the folder, with progress on the terminal."""
-    reporter: Reporter = Progress(options.quiet)
+    reporter: Reporter = Progress(quiet)
     with alone_in(out):
-        if options.tensorboard:
+        if setup.tensorboard:
             from pathsgd.paper.tensorboard import Logged
 
             reporter = Logged(reporter, out / "tensorboard")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
+from pathsgd.console.command_line import parse
 from pathsgd.paper import cost
 from pathsgd.paper.claims import claims
 from pathsgd.paper.experiment import store
@@ -14,17 +18,23 @@ from pathsgd.paper.figures import draw_all
 from pathsgd.paper.report import write_report
 from pathsgd.paper.tables import printed, printed_claims, tables
 
-HELP = "redraw the figures and the report of a study"
-DESCRIPTION = """\
-Draws the paper's figures 1 to 5, prints the tables and the claims, and writes report.html, from
-the numbers that `pathsgd reproduce` recorded in a folder. Nothing is trained."""
+
+@dataclass(frozen=True)
+class Figures:
+    """Draws the paper's figures 1 to 5, prints the tables and the claims, and writes report.html.
+
+    All from the numbers that `pathsgd reproduce` recorded in a folder. Nothing is trained.
+
+    example:
+      pathsgd figures pathsgd-small
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """The folder of a study: --out of `pathsgd reproduce`."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder of a study (--out of `pathsgd reproduce`)")
-
-
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
+    options = parse(Figures, arguments, "figures")
     conclude(Results.load(options.folder))
     return 0
 
