@@ -11,7 +11,18 @@ from tyro.conf import Suppress, arg
 
 from pathsgd.console.command_line import parse, parse_known
 from pathsgd.errors import PathError
-from pathsgd.paper.config import PRESETS, Init, Run, Study, StudySetup
+from pathsgd.paper.config import PRESETS, Init, Run, Seeds, Study, StudySetup
+
+
+@dataclass(frozen=True)
+class SeedOptions(Seeds):
+    """The seeds, named --seed-order rather than --seed.order."""
+
+    init: Annotated[int, arg(name="seed-init")] = 0
+    split: Annotated[int, arg(name="seed-split")] = 0
+    order: Annotated[int, arg(name="seed-order")] = 0
+    dropout: Annotated[int, arg(name="seed-dropout")] = 0
+    rescaling: Annotated[int, arg(name="seed-rescaling")] = 0
 
 
 @dataclass(frozen=True)
@@ -19,10 +30,15 @@ class RunOptions(Run):
     """A run with short names for its options."""
 
     step_size: Annotated[float, arg(aliases=("--lr",))] = Run.step_size
+    seed: Annotated[SeedOptions, arg(name="")] = field(default_factory=SeedOptions)
     data: Suppress[str] = ""
 
-    def plain(self) -> Run:
-        return Run(**vars(self))
+    @classmethod
+    def of(cls, run: Run) -> RunOptions:
+        return cls(**{**vars(run), "seed": SeedOptions(**vars(run.seed))})
+
+    def run(self) -> Run:
+        return Run(**{**vars(self), "seed": Seeds(**vars(self.seed))})
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,7 @@ class StudyOptions(Study):
     dropouts: Annotated[tuple[float, ...], arg(aliases=("--dropout",))] = Study.dropouts
     step_sizes: Annotated[tuple[float, ...], arg(aliases=("--step-size", "--lr"))] = Study.step_sizes
 
-    def plain(self) -> Study:
+    def study(self) -> Study:
         return Study(**vars(self))
 
 

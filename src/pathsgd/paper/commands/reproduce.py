@@ -38,7 +38,7 @@ class Reproduce(StudyCommand):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Reproduce, arguments, "reproduce")
-    study, setup = options.study.plain(), options.setup
+    study, setup = options.study.study(), options.setup
     out = options.out or Path(f"pathsgd-{options.preset}")
     datasets = loaded(study.datasets, setup)
     place = place_of(setup, datasets, study, study.methods, out)

@@ -34,7 +34,7 @@ class Sweep(StudyCommand):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Sweep, arguments, "sweep")
-    study, setup = options.study.plain(), options.setup
+    study, setup = options.study.study(), options.setup
     out = options.out or Path("pathsgd-sweep")
     datasets = loaded(study.datasets, setup)
     place = place_of(setup, datasets, study, study.methods, out)

@@ -62,8 +62,8 @@ class Train(Source):
 def main(arguments: Sequence[str]) -> int:
     source = parse_known(Source, arguments).config
     start = Run() if source is None else from_json(Run, store.read_json(source), str(source))
-    options = parse(Train, arguments, "train", Train(config=source, run=RunOptions(**vars(start))))
-    run, setup, out = options.run.plain(), options.setup, options.out
+    options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
+    run, setup, out = options.run.run(), options.setup, options.out
     datasets = loaded([run.dataset], setup)
     place = place_of(setup, datasets, run, [run.method], out, keep_checkpoints=True)
     run = dataclasses.replace(run, data=checksum(datasets[run.dataset]))
