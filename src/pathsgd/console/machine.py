@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from pathsgd._torch import allow_cudnn_tf32
 from pathsgd.errors import PathError
 
 SMALL = 1 << 20
@@ -40,7 +41,7 @@ def name_of(device: torch.device) -> str:
 def allow_tf32(allowed: bool) -> None:
     """In products and convolutions on GPUs, for the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch._C._set_cudnn_allow_tf32(allowed)  # torch.backends.cudnn may have been frozen
+    allow_cudnn_tf32(allowed)
 
 
 def weights_of(features: int, hidden: tuple[int, ...], classes: int) -> int:

@@ -24,7 +24,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.norms import group_norm
-from pathsgd.geometry.rescale import apply_scales
+from pathsgd.geometry.rescale import apply_factors
 from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
@@ -54,7 +54,7 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
     order = 1.0 if math.isinf(p) else float(p)
     logarithms = torch.where(powers > 0, -powers.log() / order, 0.0)
     if float(logarithms.abs().max()) > _negligible(tensors):
-        apply_scales(graph, tensors, units, logarithms.exp())
+        apply_factors(graph, tensors, units, logarithms.exp())
     return group_norm(model, graph, p).item()
 
 

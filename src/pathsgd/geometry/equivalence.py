@@ -19,11 +19,11 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_cla
 class Equivalence:
     """True if the networks are rescaling equivalent, with the scales that prove it or why not.
 
-    ``scales`` can be given to :func:`pathsgd.rescale` to turn the first network into the second.
+    ``factors`` can be given to :func:`pathsgd.rescale` to turn the first network into the second.
     """
 
     equivalent: bool
-    scales: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, Tensor] = field(default_factory=dict)
     reason: str = ""
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ def rescaling_equivalent(
     >>> _ = a[0].weight.data.fill_(2.0), a[2].weight.data.fill_(3.0)
     >>> _ = b[0].weight.data.fill_(8.0), b[2].weight.data.fill_(0.75)
     >>> found = rescaling_equivalent(a, b)
-    >>> bool(found), found.scales["0"].tolist()
+    >>> bool(found), found.factors["0"].tolist()
     (True, [4.0])
     """
     if not isinstance(model_b, nn.Module):

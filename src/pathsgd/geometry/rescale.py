@@ -50,7 +50,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
     for key, value in scales.items():
         for unit, c in _named(units, key, value):
             factors[unit] *= c
-    apply_scales(graph, tensors, units, factors)
+    apply_factors(graph, tensors, units, factors)
 
 
 def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
@@ -110,7 +110,7 @@ def _not_rescalable(owner: str, index: int | None) -> str:
 
 
 @torch.no_grad()
-def apply_scales(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
+def apply_factors(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
     """Multiplies every parameter entry by ``s[head] / s[tail]^degree``, on the same Parameters.
 
     Checked first, applied after: if a result would not be finite, nothing has changed.
@@ -183,4 +183,4 @@ def unbalance(
     logarithms = torch.zeros(found.count, dtype=torch.float64)
     logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)
     factors = (logarithms / math.log(2)).round().exp2() if powers_of_two else logarithms.exp()
-    apply_scales(graph, tensors, found, factors)
+    apply_factors(graph, tensors, found, factors)
