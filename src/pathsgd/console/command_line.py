@@ -43,7 +43,7 @@ def parse(config: type[T], arguments: Sequence[str], command: str, default: T | 
         )
 
 
-def parse_known(config: type[T], arguments: Sequence[str]) -> T:
+def parse_known(config: type[T], arguments: Sequence[str], command: str) -> T:
     """Reads these options and ignores all others: what the defaults of the others depend on."""
     with _raise_path_errors():
         found, _ = tyro.cli(config, args=arguments, config=MARKERS, return_unknown_args=True, add_help=False)

@@ -81,7 +81,7 @@ StudyCommandT = TypeVar("StudyCommandT", bound=StudyCommand)
 
 def parse_study(config: type[StudyCommandT], arguments: Sequence[str], command: str) -> StudyCommandT:
     """Reads the preset first, since the other options change it."""
-    name = parse_known(Preset, arguments).preset
+    name = parse_known(Preset, arguments, command).preset
     if name not in PRESETS:
         raise PathError(f"Unknown preset: {name!r} (one of {', '.join(PRESETS)})")
     preset = StudyOptions(**vars(PRESETS[name]))

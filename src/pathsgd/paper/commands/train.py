@@ -60,7 +60,7 @@ class Train(Source):
 
 
 def main(arguments: Sequence[str]) -> int:
-    source = parse_known(Source, arguments).config
+    source = parse_known(Source, arguments, "train").config
     start = Run() if source is None else from_json(Run, store.read_json(source), str(source))
     options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
     run, setup, out = options.run.run(), options.setup, options.out
