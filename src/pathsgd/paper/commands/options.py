@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -37,7 +39,7 @@ class RunOptions(Run):
     def of(cls, run: Run) -> RunOptions:
         return cls(**{**vars(run), "seed": SeedOptions(**vars(run.seed))})
 
-    def run(self) -> Run:
+    def to_run(self) -> Run:
         return Run(**{**vars(self), "seed": Seeds(**vars(self.seed))})
 
 
@@ -51,7 +53,7 @@ class StudyOptions(Study):
     dropouts: Annotated[tuple[float, ...], arg(aliases=("--dropout",))] = Study.dropouts
     step_sizes: Annotated[tuple[float, ...], arg(aliases=("--step-size", "--lr"))] = Study.step_sizes
 
-    def study(self) -> Study:
+    def to_study(self) -> Study:
         return Study(**vars(self))
 
 
@@ -86,3 +88,13 @@ def parse_study(config: type[StudyCommandT], arguments: Sequence[str], command: 
         raise PathError(f"Unknown preset: {name!r} (one of {', '.join(PRESETS)})")
     preset = StudyOptions(**vars(PRESETS[name]))
     return parse(config, arguments, command, config(preset=name, study=preset))
+
+
+@contextmanager
+def say_how_to_resume() -> Iterator[None]:
+    """On Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("pathsgd: stopped; the same command resumes", file=sys.stderr)
+        raise

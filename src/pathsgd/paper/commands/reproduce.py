@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pathsgd.paper import cost
-from pathsgd.paper.commands.common import loaded, place_of, reporting
-from pathsgd.paper.commands.figures import conclude
-from pathsgd.paper.commands.options import StudyCommand, parse_study
-from pathsgd.paper.experiment.conduct import conduct
+from pathsgd.paper import TerminalProgress, reproduce
+from pathsgd.paper.commands.figures import print_summary
+from pathsgd.paper.commands.options import StudyCommand, parse_study, say_how_to_resume
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,7 @@ class Reproduce(StudyCommand):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Reproduce, arguments, "reproduce")
-    study, setup = options.study.study(), options.setup
     out = options.out or Path(f"pathsgd-{options.preset}")
-    datasets = loaded(study.datasets, setup)
-    place = place_of(setup, datasets, study, study.methods, out)
-    with reporting(setup, options.quiet, out) as reporter:
-        results = conduct(study, datasets, place, reporter)
-        reporter.say("timing a step")
-        cost.write(cost.measured(study, results.data[study.datasets[0]], place.device), out)
-        conclude(results)
+    with say_how_to_resume():
+        print_summary(reproduce(options.study.to_study(), out, options.setup, progress=TerminalProgress(options.quiet)))
     return 0

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pathsgd.paper.commands.common import loaded, place_of, reporting
-from pathsgd.paper.commands.options import StudyCommand, parse_study
-from pathsgd.paper.experiment.conduct import record_head, search
-from pathsgd.paper.tables import choices_table, printed
+from pathsgd.paper import TerminalProgress, sweep, tabulate_choices
+from pathsgd.paper.commands.options import StudyCommand, parse_study, say_how_to_resume
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,12 @@ class Sweep(StudyCommand):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Sweep, arguments, "sweep")
-    study, setup = options.study.study(), options.setup
     out = options.out or Path("pathsgd-sweep")
-    datasets = loaded(study.datasets, setup)
-    place = place_of(setup, datasets, study, study.methods, out)
-    with reporting(setup, options.quiet or options.json, out) as reporter:
-        infos = record_head(study, datasets, place)
-        choices = search(study, datasets, infos, place, reporter)
+    progress = TerminalProgress(options.quiet or options.json)
+    with say_how_to_resume():
+        choices = sweep(options.study.to_study(), out, options.setup, progress=progress)
     if options.json:
         print(json.dumps({"out": str(out), "choices": [choice.to_json() for choice in choices]}, indent=1))
     else:
-        print(f"\n{printed(choices_table(choices))}\n\nrecorded in {out}")
+        print(f"\n{tabulate_choices(choices)}\n\nrecorded in {out}")
     return 0 if all(choice.best for choice in choices) else 1

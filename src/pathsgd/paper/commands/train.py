@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 
 from pathsgd.console.command_line import parse, parse_known
-from pathsgd.paper.commands.common import loaded, place_of, reporting
-from pathsgd.paper.commands.options import RunOptions
-from pathsgd.paper.config import Run, Setup
+from pathsgd.paper import Run, Setup, TerminalProgress, train
+from pathsgd.paper.commands.options import RunOptions, say_how_to_resume
 from pathsgd.paper.config_json import from_json
-from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.execute import execute
-from pathsgd.paper.experiment.manifest import note
-from pathsgd.paper.experiment.problem import checksum, problem_of
-from pathsgd.paper.experiment.record import Folder, Line
-from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.progress import describe_metrics
+from pathsgd.paper.records.json_files import read_json
 
 
 @dataclass(frozen=True)
@@ -61,43 +54,17 @@ class Train(Source):
 
 def main(arguments: Sequence[str]) -> int:
     source = parse_known(Source, arguments, "train").config
-    start = Run() if source is None else from_json(Run, store.read_json(source), str(source))
+    start = Run() if source is None else from_json(Run, read_json(source), str(source))
     options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
-    run, setup, out = options.run.run(), options.setup, options.out
-    datasets = loaded([run.dataset], setup)
-    place = place_of(setup, datasets, run, [run.method], out, keep_checkpoints=True)
-    run = dataclasses.replace(run, data=checksum(datasets[run.dataset]))
-    with reporting(setup, options.quiet or options.json, out) as reporter:
-        problem = problem_of(datasets[run.dataset], run, place.device)
-        reporter.phase(find_method(run.method).label, run.epochs)
-
-        def on_epoch(run: Run, line: Line) -> None:
-            reporter.epoch(run, line)
-            reporter.say(describe(line))
-
-        before = Folder(place.runs, run).recorded()
-        if before is None:
-            note(place.runs / run.name / "manifest.json", place.device)
-        ended = execute(run, problem, place.runs, on_epoch, place.habits)
-        reporter.ended(ended)
-    folder = place.runs / run.name
+    progress = TerminalProgress(options.quiet or options.json, every_epoch=True)
+    with say_how_to_resume():
+        record = train(options.run.to_run(), options.out, options.setup, progress=progress)
+    folder = options.out / "runs" / record.run.name
     if options.json:
-        found = {"folder": str(folder), "status": ended.status, "reason": ended.reason,
-                 "run": dataclasses.asdict(run), "epochs": ended.lines}  # fmt: skip
-        print(json.dumps(found, indent=1))
+        found = {"folder": str(folder), "status": record.status, "reason": record.reason,
+                 "run": asdict(record.run), "epochs": record.lines}  # fmt: skip
+        print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {describe(ended.lines[-1])}")
-        print(f"{'recorded before' if before == ended else 'recorded'} in {folder}")
-    return 1 if ended.status == "diverged" else 0
-
-
-def describe(line: Line) -> str:
-    """The numbers of an epoch in one line of text."""
-    numbers = [f"{k.replace('_', ' ')} {_format(k, value)}" for k, value in line.items() if k != "epoch"]
-    return f"epoch {line['epoch']}: {', '.join(numbers)}"
-
-
-def _format(name: str, value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "not finite"
-    return f"{value:.2%}" if name.endswith("error") else f"{value:.4g}"
+        status = f"{record.status}: {record.reason}" if record.reason else record.status
+        print(f"{status}: {describe_metrics(record.lines[-1])}\nrecorded in {folder}")
+    return 1 if record.status == "diverged" else 0
