@@ -225,9 +225,9 @@ def test_an_explosion_is_recorded_and_told(tmp_path, capsys):
 
 
 def test_a_second_process_is_refused(tmp_path, capsys):
-    from pathsgd.paper.experiment.store import alone_in
+    from pathsgd.paper.records.folder_lock import lock_folder
 
-    with alone_in(tmp_path):
+    with lock_folder(tmp_path):
         assert "another process is at work" in refused(capsys, "train", "--hidden", 4, "--out", tmp_path)
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd import PathAdagrad, PathAdam, PathError, PathGraph, PathNormalized, PathSGD
 from pathsgd.console.muon import MuonAndSGD
-from pathsgd.paper.experiment.adagrad import OnePassAdagrad
+from pathsgd.paper.training.fused_adagrad import FusedAdagrad
 
 Make = Callable[[nn.Module, PathGraph, float, float], Any]
 """(model, its graph, lr, p) -> an optimizer."""
@@ -51,7 +51,7 @@ def _adagrad(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimiz
     parameters = list(model.parameters())
     # One pass over the memory instead of five, where Triton is there to make it.
     if parameters[0].is_cuda and find_spec("triton") is not None:
-        return OnePassAdagrad(parameters, lr=lr)
+        return FusedAdagrad(parameters, lr=lr)
     return _torch(torch.optim.Adagrad)(model, graph, lr, p)
 
 

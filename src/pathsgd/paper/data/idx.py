@@ -14,8 +14,9 @@ from typing import BinaryIO, cast
 import torch
 from torch import Tensor
 
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import (
+from pathsgd import PathError
+from pathsgd.paper.data.dataset import Split
+from pathsgd.paper.data.file_checks import (
     MOST_EXAMPLES,
     RENEW,
     check_counts,
@@ -23,7 +24,6 @@ from pathsgd.paper.data.checks import (
     read_at_most,
     reading,
 )
-from pathsgd.paper.data.dataset import Split
 
 GZIP = b"\x1f\x8b"
 

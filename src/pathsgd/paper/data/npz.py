@@ -1,8 +1,7 @@
 """Any data set in an npz file: train_x, train_y, test_x, test_y, read without unpickling anything.
 
-Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255. Floats
-have to be finite and are taken as they are: whether they lie in [0, 1] is the writer's business. Labels are
-whole numbers from 0; there are as many classes as the largest one says.
+Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255; floats
+have to be finite and are taken as they are. Labels are whole numbers from 0.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from pathsgd import PathError
 from pathsgd.console.extras import optional
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import one_line
-from pathsgd.paper.data.dataset import Dataset
+from pathsgd.paper.data.dataset import Dataset, check_learnable
+from pathsgd.paper.data.file_checks import one_line
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 LARGEST = 4 << 30
@@ -47,11 +46,13 @@ def read_npz(name: str, path: Path) -> Dataset:
         )
     shape = tuple(train.shape[1:])
     classes = 1 + max(int(y.max()) for y in labels.values())
-    return Dataset(
+    data = Dataset(
         name, (1, *shape) if len(shape) == 2 else shape, classes,
         train.flatten(1), labels["train"], test.flatten(1), labels["test"],
         255.0 if train.dtype == torch.uint8 else 1.0,
     )  # fmt: skip
+    check_learnable(data, str(path))
+    return data
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 import torch
 
+from pathsgd import PathError
 from pathsgd.console.extras import optional
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, reading
 from pathsgd.paper.data.dataset import Split
+from pathsgd.paper.data.file_checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, reading
 
 COMPRESSED = 15
 HEADER = 128

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import compared
 from pathsgd.paper.figures.style import title_of
 from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.records.study_results import StudyResults
 
 
-def caption(name: str, results: Results) -> str:
+def caption(name: str, results: StudyResults) -> str:
     """Of ``figure1`` to ``figure5``; nothing for other names."""
     if name == "figure1":
         return _figure1(results)
@@ -39,7 +39,7 @@ def caption(name: str, results: Results) -> str:
     return " ".join(said)
 
 
-def _about_unbalanced(results: Results, dropout: bool) -> list[str]:
+def _about_unbalanced(results: StudyResults, dropout: bool) -> list[str]:
     study = results.study
     if not {"balanced", "unbalanced"} <= set(study.inits):
         return []
@@ -58,7 +58,7 @@ def _about_unbalanced(results: Results, dropout: bool) -> list[str]:
     return said
 
 
-def _figure1(results: Results) -> str:
+def _figure1(results: StudyResults) -> str:
     pair = compared(results)
     if pair is None:
         first = (

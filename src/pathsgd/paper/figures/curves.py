@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pathsgd.paper.experiment.record import Recorded
+from pathsgd.paper.records.run_folder import RunRecord
 
 Point = tuple[int, float]
 
@@ -39,7 +39,7 @@ class Curve:
         return found or self.mean[-1:]
 
 
-def curve_of(runs: Sequence[Recorded], name: str, last: int) -> Curve:
+def curve_of(runs: Sequence[RunRecord], name: str, last: int) -> Curve:
     """One of the recorded numbers over the epochs 0 to ``last``."""
     own = [_usable(run, name)[: last + 1] for run in runs]
     common = min(map(len, own), default=0)
@@ -59,7 +59,7 @@ def curve_of(runs: Sequence[Recorded], name: str, last: int) -> Curve:
     )
 
 
-def _usable(run: Recorded, name: str) -> list[float]:
+def _usable(run: RunRecord, name: str) -> list[float]:
     """Without the epoch in which a run diverged: its errors are those of a network of nans."""
     values = run.curve(name)
     return list(takewhile(math.isfinite, values[:-1] if run.status == "diverged" else values))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pathsgd.paper.config import Cell
-from pathsgd.paper.experiment.results import Results
 from pathsgd.paper.figures.curves import curve_of, loss_range, settled
-from pathsgd.paper.figures.examples import explosion, poor_updates
-from pathsgd.paper.figures.learning import Look, draw_curve
-from pathsgd.paper.figures.networks import draw_example
-from pathsgd.paper.figures.style import LINES, clean, drawable, size, title_of
+from pathsgd.paper.figures.learning_curves import Look, draw_curve
+from pathsgd.paper.figures.network_diagram import draw_example
+from pathsgd.paper.figures.one_step_examples import explosion, poor_updates
+from pathsgd.paper.figures.style import LINES, clean_axes, drawable, format_size, title_of
 from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.records.study_results import StudyResults
 
 LOOKS = {
     "balanced": Look("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
@@ -20,7 +20,7 @@ LOOKS = {
 """The paper's colours: balanced red, unbalanced blue."""
 
 
-def draw_figure1(results: Results) -> Any:
+def draw_figure1(results: StudyResults) -> Any:
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(11, 7.2), layout="constrained")
@@ -36,7 +36,7 @@ def draw_figure1(results: Results) -> Any:
     return figure
 
 
-def compared(results: Results) -> tuple[Cell, Cell] | None:
+def compared(results: StudyResults) -> tuple[Cell, Cell] | None:
     """The balanced and the unbalanced cell of panel (a): of SGD on MNIST without dropout, or what comes next
     to it. None if no data set has both."""
     study = results.study
@@ -51,7 +51,7 @@ def compared(results: Results) -> tuple[Cell, Cell] | None:
     return None
 
 
-def training(axes: Any, results: Results) -> None:
+def training(axes: Any, results: StudyResults) -> None:
     """Panel (a)."""
     pair = compared(results)
     if pair is None:
@@ -65,7 +65,7 @@ def training(axes: Any, results: Results) -> None:
     shown = loss_range([curves[pair[0]]])
     for cell, curve in curves.items():
         runs = results.finals[cell]
-        how = f"step size {size(runs[0].run.step_size)}" if runs else "no step size ended well"
+        how = f"step size {format_size(runs[0].run.step_size)}" if runs else "no step size ended well"
         if shown.leaves(curve.values(settled(last))):
             how += f", beyond at {curve.last:.3g}"
         if curve.ends:
@@ -87,4 +87,4 @@ def training(axes: Any, results: Results) -> None:
     axes.set_ylabel("cross-entropy training loss")
     # Below the panel: the curves may be anywhere in it.
     axes.figure.legend(frameon=False, fontsize=8, handlelength=3.4, loc="outside lower center")
-    clean(axes)
+    clean_axes(axes)

@@ -50,17 +50,17 @@ def drawable(text: str) -> str:
     return (shown if len(shown) <= 24 else shown[:23] + "…").replace("$", r"\$")
 
 
-def size(value: float) -> str:
+def format_size(value: float) -> str:
     """A step size: 0.01, 1e-5."""
     return f"{value:g}".replace("e-0", "e-")
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Of an error: as many digits as tell small ones apart."""
     return f"{value:.{0 if value >= 0.1 else 1 if value >= 0.01 else 2}%}"
 
 
-def clean(axes: Any) -> None:
+def clean_axes(axes: Any) -> None:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
