@@ -11,7 +11,7 @@ from torch import nn
 
 from pathsgd import PathSGD
 from pathsgd.console.machine import allow_tf32, name_of
-from pathsgd.console.timing import captured, median_us
+from pathsgd.console.timing import capture, median_us
 from pathsgd.paper.config import Study
 from pathsgd.paper.records.study_results import DataInfo, StepCost
 from pathsgd.paper.training.initial_network import make_network
@@ -55,7 +55,7 @@ def _time_steps(study: Study, info: DataInfo, device: torch.device, seconds: flo
             optimizer.step()
 
         step()
-        return captured(step, device), step  # a CUDA graph does not keep what it works on: the step does
+        return capture(step, device), step  # a CUDA graph does not keep what it works on: the step does
 
     steps = {"sgd": make_step(path=False), "path": make_step(path=True)}
     found = median_us({name: replay for name, (replay, _) in steps.items()}, seconds, device)
