@@ -12,7 +12,7 @@ import torch
 
 from pathsgd import PathError
 from pathsgd.console.extras import optional
-from pathsgd.console.machine import check_memory, device_of, share_out, weights_of
+from pathsgd.console.machine import check_memory, device_of, share_out
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.tables import make_tables
@@ -31,7 +31,7 @@ from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults
 from pathsgd.paper.report import write_report
 from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.step_size_search import search_step_sizes
-from pathsgd.paper.training.initial_network import make_network
+from pathsgd.paper.training.initial_network import count_weights, make_network
 from pathsgd.paper.training.run_loop import Checkpoints, find_record, train_run
 from pathsgd.paper.training.training_data import check_enough_points, prepare_data
 
@@ -258,7 +258,7 @@ def _open(
     """Locks the folder and sets the machine up for networks of this size."""
     out, progress = Path(out), progress or Progress()
     device = device_of(setup.device)
-    weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
+    weights = max(count_weights(config, data) for data in datasets.values())
     check_memory(device, weights)
     lanes = setup.lanes if isinstance(setup, StudySetup) else None
     if config.tf32 and (lanes or 1) > 1:

@@ -69,7 +69,8 @@ class Run:
     dropout: float = 0.0
     """probability with which a hidden unit is dropped"""
     net: str = "mlp"
-    """mlp: linear layers; conv: convolutions with pooling and one linear hidden layer"""
+    """mlp: linear layers; conv: convolutions with pooling and one linear hidden layer; package.module:make or
+    file.py:make: a network of your own, made by calling make(features, classes)"""
     hidden: tuple[int, ...] = (256, 256)
     """hidden units of each layer (conv: channels, then units)"""
     batch: int = 100
@@ -123,7 +124,14 @@ def _identity(config: Run | Seeds) -> dict[str, Any]:
 def _check_run(run: Run) -> None:
     seeds = dataclasses.asdict(run.seed)
     checks = [
-        (run.net in ("mlp", "conv"), f"Invalid net: {run.net!r} (mlp or conv)"),
+        (
+            run.net in ("mlp", "conv") or ":" in run.net,
+            f"Invalid net: {run.net!r} (mlp, conv or package.module:function)",
+        ),
+        (
+            ":" not in run.net or not run.dropout,
+            "dropout is for mlp and conv: a network of your own brings its own",
+        ),
         (0 < run.step_size < 1e38, f"Invalid step size: {run.step_size} (more than 0)"),
         *((0 <= s < 1 << 63, f"Invalid seed of {name}: {s} (at least 0)") for name, s in seeds.items()),
         (0 <= run.dropout < 1, f"Invalid dropout: {run.dropout} (at least 0, less than 1)"),
@@ -207,6 +215,8 @@ class Study:
         names = list(map(short_name, self.datasets))
         if len(set(names)) < len(names):
             raise PathError(f"--datasets: {', '.join(names)}: each needs a name of its own")
+        if self.net not in ("mlp", "conv"):
+            raise PathError(f"Invalid net: {self.net!r} (mlp or conv; only single runs take one of your own)")
         if self.repeats < 1:
             raise PathError(f"Invalid number of repeats: {self.repeats} (at least 1)")
         if not self.validation:

@@ -89,7 +89,11 @@ def main(arguments: Sequence[str]) -> int:
 def _find_local(data_dir: Path) -> tuple[list[str], dict[str, str]]:
     """The data sets that are there, and a message for each of the others."""
     found = {name: find_files(source, data_dir) for name, source in SOURCES.items()}
-    missing = {name: describe_missing(SOURCES[name], data_dir, place) for name, place in found.items() if place.missing}
+    missing = {
+        name: describe_missing(SOURCES[name], data_dir, place)
+        for name, place in found.items()
+        if place.missing
+    }
     return [*(name for name in found if name not in missing), "digits"], missing
 
 

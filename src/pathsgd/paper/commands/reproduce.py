@@ -38,5 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_study(Reproduce, arguments, "reproduce")
     out = options.out or Path(f"pathsgd-{options.preset}")
     with say_how_to_resume():
-        print_summary(reproduce(options.study.to_study(), out, options.setup, progress=TerminalProgress(options.quiet)))
+        print_summary(
+            reproduce(options.study.to_study(), out, options.setup, progress=TerminalProgress(options.quiet))
+        )
     return 0

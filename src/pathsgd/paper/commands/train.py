@@ -36,9 +36,15 @@ class Train(Source):
 
     Muon takes matrices only; other parameters (biases, convolutions) are trained by SGD at the same rate.
 
+    --net my_package.nets:make or --net nets.py:make trains a network of your own. make(features, classes) has
+    to return an nn.Module that maps inputs (n, features) to outputs (n, classes). It is trained with the
+    weights it draws, and rescaled first by --init unbalanced; --hidden and --dropout do not apply. The run is
+    found by the name of the function: after a change of its code, take another --out.
+
     examples:
       pathsgd train --method path-sgd --lr 0.1 --hidden 256 256
       pathsgd train --dataset mnist --method adam --lr 1e-4 --dropout 0.5 --epochs 50 --device cuda
+      pathsgd train --net nets.py:make --dataset mine=features.npz --method path-adam --lr 0.01
       pathsgd train --config pathsgd-train/runs/NAME/config.json --epochs 40 --json
     """
 
