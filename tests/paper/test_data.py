@@ -203,6 +203,12 @@ NPZ_FAULTS = {
     "float labels": ({"test_y": np.ones(2)}, "of float64, expected (n,) of an integer type"),
     "other shape": ({"test_x": pixels(2, 4)}, "save both with one shape"),
     "no examples": ({"test_x": pixels(0, 3)}, "test_x (0, 3)"),
+    "one class": ({"train_y": np.zeros(4, int), "test_y": np.zeros(2, int)}, "has one class in its training"),
+    "new label": ({"test_y": np.array([0, 7])}, "has test labels that no training example has: 7"),
+    "overflow": (
+        {"train_x": np.full((4, 3), 1e30), "test_x": np.ones((2, 3))},
+        "as large as 1e+30, whose squares",
+    ),
 }
 
 
