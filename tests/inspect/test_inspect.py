@@ -381,7 +381,7 @@ def test_a_bug_of_our_own_keeps_its_traceback(folder, monkeypatch):
     def bug(*arguments):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(command, "measure", bug)
+    monkeypatch.setattr(command, "imbalance", bug)
     with pytest.raises(RuntimeError, match="ours"):
         cli.main(["inspect", "user_models:mlp"])
 

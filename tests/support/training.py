@@ -57,7 +57,7 @@ def pair(network, dtype, powers_of_two):
     else:
         factors = 10 ** (6 * torch.rand(count, generator=generator, dtype=torch.float64) - 3)
     copied = copy.deepcopy(model)
-    apply_factors(graph, graph.tensors(copied), units, factors)
+    apply_factors(graph.tensors(copied), units, factors)
     return model, copied, graph, x
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.rescale import rescaled
+from pathsgd.geometry.rescale import name_factors, rescale_parameter
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
@@ -67,26 +67,11 @@ def rescaling_equivalent(
     factors = logarithms.exp()
     for name, edge in units.parameters.items():
         bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
-        expected = rescaled(a[name].double(), edge, factors)
+        expected = rescale_parameter(a[name].double(), edge, factors)
         difference = (expected - b[name].double()).abs()
         if bool((difference > bound * b[name].double().abs()).any()):
             return Equivalence(False, reason=f"no scales turn {name!r} of one into the other's")
-    return Equivalence(True, _named(units, factors))
-
-
-def _named(units: UnitClasses, factors: Tensor) -> dict[str, Tensor]:
-    """The scales by owner, each class under one name only: modules first, parameters where they must."""
-    covered = torch.zeros(units.count, dtype=torch.bool)
-    covered[FIXED] = True
-    named: dict[str, Tensor] = {}
-    modules = [name for name in units.owners if name not in units.parameters]
-    for name in (*modules, *units.parameters):
-        classes = units.owners.get(name)
-        if classes is None or bool(covered[classes].all()):
-            continue
-        named[name] = torch.where(covered[classes], 1.0, factors[classes])
-        covered[classes] = True
-    return named
+    return Equivalence(True, name_factors(units, factors))
 
 
 def _propagate(units: UnitClasses, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from pathsgd import PathError, PathGraph, TraceError, trace
+from pathsgd import Imbalance, PathError, PathGraph, TraceError, imbalance, trace
 from pathsgd.console.command_line import parse
 from pathsgd.console.machine import device_of
 from pathsgd.console.user_code import Reference
-from pathsgd.inspect.measure import measure
 from pathsgd.inspect.tables import format_tables, to_json
 from pathsgd.inspect.weights import load_weights, save_balanced
 
@@ -94,20 +93,30 @@ def main(arguments: Sequence[str]) -> int:
         graph = _trace(model, example, batch_dim)
     if not options.json:
         print(graph, end="\n\n", flush=True)
-    measures = measure(model, graph, options.p, options.region)
+    found = imbalance(model, graph, options.p)
+    if options.region is not None:
+        found = _select_region(found, options.region)
     if options.json:
         inputs = [
             {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in example or ()
         ]
-        found = {"target": options.target, "inputs": inputs, **to_json(graph, measures)}
-        print(json.dumps(found, indent=1, allow_nan=False))
+        report = {"target": options.target, "inputs": inputs, **to_json(graph, found)}
+        print(json.dumps(report, indent=1, allow_nan=False))
     else:
-        print(format_tables(measures))
+        print(format_tables(found))
     if options.save_balanced is not None:
         save_balanced(model, graph, options.p, options.save_balanced)
         if not options.json:
             print(f"\nbalanced weights written to {options.save_balanced}")
     return 0
+
+
+def _select_region(found: Imbalance, region: int) -> Imbalance:
+    """phi and the layers of one region. mu is always of the whole network."""
+    if region not in found.log_phi:
+        raise PathError(f"there is no region {region}; the graph has {len(found.log_phi)}")
+    layers = tuple(layer for layer in found.layers if layer.region == region)
+    return replace(found, log_phi={region: found.log_phi[region]}, layers=layers)
 
 
 def _trace(model: nn.Module, example: tuple[Tensor, ...] | None, batch_dim: int | None) -> PathGraph:
