@@ -15,8 +15,8 @@ from pathsgd import PathError
 from pathsgd.bench.measure import Row, Setting, measure
 from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
 from pathsgd.console.command_line import parse
+from pathsgd.console.devices import device_name, find_device
 from pathsgd.console.files import write_atomically
-from pathsgd.console.machine import device_of, name_of
 from pathsgd.console.networks import small_image_resnet, stack
 from pathsgd.console.timing import bytes_per_us
 
@@ -83,11 +83,11 @@ def _read(path: Path) -> tuple[dict[str, str], list[Row]]:
 
 
 def _measure(options: Bench) -> tuple[dict[str, str], list[Row]]:
-    device = device_of(options.device)
+    device = find_device(options.device)
     on_gpu = device.type == "cuda"
     seconds = options.seconds or (0.5 if on_gpu else 6.0)
     speed = bytes_per_us(device)
-    machine = name_of(device)
+    machine = device_name(device)
     if not on_gpu:
         machine += f", {torch.get_num_threads()} threads, {platform.machine()}"
     head = {"machine": machine, "torch": torch.__version__, "copy_TB_per_s": f"{speed / 1e6:.3f}"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.bench.methods import BASELINE, HEAVY, METHODS, Stepper
-from pathsgd.console.machine import allow_tf32
+from pathsgd.console.devices import allow_tf32
 from pathsgd.console.timing import Step, capture, median_us
 
 ROUNDS = 3

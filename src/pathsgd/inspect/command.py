@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pathsgd import Imbalance, PathError, PathGraph, TraceError, imbalance, trace
 from pathsgd.console.command_line import parse
-from pathsgd.console.machine import device_of
+from pathsgd.console.devices import find_device
 from pathsgd.console.user_code import Reference
 from pathsgd.inspect.tables import format_tables, to_json
 from pathsgd.inspect.weights import load_weights, save_balanced
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.weights is not None:
             load_weights(model, options.weights)
         if options.device is not None:
-            model = model.to(device_of(options.device))
+            model = model.to(find_device(options.device))
         example = tuple(_make_inputs(model, shapes, options.input_dtype)) or None
         graph = _trace(model, example, batch_dim)
     if not options.json:

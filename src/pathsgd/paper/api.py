@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pathsgd import PathError
+from pathsgd.console.devices import find_device
 from pathsgd.console.extras import optional
-from pathsgd.console.machine import check_memory, device_of, share_out
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.tables import make_tables
@@ -32,6 +32,7 @@ from pathsgd.paper.report import write_report
 from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.step_size_search import search_step_sizes
 from pathsgd.paper.training.initial_network import count_weights, make_network
+from pathsgd.paper.training.lanes import check_memory, choose_lanes
 from pathsgd.paper.training.run_loop import Checkpoints, find_record, train_run
 from pathsgd.paper.training.training_data import check_enough_points, prepare_data
 
@@ -257,14 +258,14 @@ def _open(
 ) -> Iterator[RunQueue]:
     """Locks the folder and sets the machine up for networks of this size."""
     out, progress = Path(out), progress or Progress()
-    device = device_of(setup.device)
+    device = find_device(setup.device)
     weights = max(count_weights(config, data) for data in datasets.values())
     check_memory(device, weights)
     lanes = setup.lanes if isinstance(setup, StudySetup) else None
     if config.tf32 and (lanes or 1) > 1:
         raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
     alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
-    lanes = share_out(device, weights, lanes, methods, alone)
+    lanes = choose_lanes(device, weights, lanes, methods, alone)
     with lock_folder(out):
         if setup.tensorboard:
             from pathsgd.paper.tensorboard import TensorBoardProgress

@@ -285,11 +285,11 @@ class Setup:
     """Where the data is and how runs are trained. Changes none of their numbers."""
 
     data_dir: Path | None = None
-    """folder of the data sets (default: $PATHSGD_DATA, or ~/.cache/pathsgd/data)"""
+    """folder of the data sets; by default $PATHSGD_DATA, or ~/.cache/pathsgd/data"""
     download: bool = True
     """download data sets that are missing"""
     device: str | None = None
-    """cpu, cuda, cuda:1 (default: a GPU if there is one)"""
+    """cpu, cuda, cuda:1; by default a GPU if there is one"""
     checkpoint_seconds: float = 30.0
     """save a run every so often; an interrupted one is resumed from there"""
     tensorboard: bool = False
@@ -305,6 +305,6 @@ class StudySetup(Setup):
     """The same for a study of many runs."""
 
     lanes: int | None = None
-    """runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)"""
+    """runs at a time; by default three on a GPU, small networks on a CPU one per core, at most 4"""
     replace: bool = False
     """let this study replace another in its folder"""

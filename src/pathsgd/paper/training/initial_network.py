@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from pathsgd import PathError, PathGraph, trace, unbalance
-from pathsgd.console.machine import weights_of
 from pathsgd.console.networks import stack
 from pathsgd.paper.config import Run, Study
 from pathsgd.paper.data.dataset import Dataset
@@ -39,7 +39,8 @@ def count_weights(config: Run | Study, data: Dataset) -> int:
     if is_user_network(config.net):
         model, _ = make_user_network(config.net, data.features, data.classes, 0)
         return sum(parameter.numel() for parameter in model.parameters())
-    return weights_of(data.features, config.hidden, data.classes)
+    widths = (data.features, *config.hidden, data.classes)
+    return sum(math.prod(pair) for pair in pairwise(widths))
 
 
 def make_network(net: str, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:
