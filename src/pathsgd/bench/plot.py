@@ -8,7 +8,7 @@ from typing import Any
 
 from pathsgd.bench.measure import Row
 from pathsgd.bench.methods import BASELINE, SWEPT
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
@@ -21,7 +21,7 @@ TOP = 2.6
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     studies = [study for study in AXES if any(row.study == study for row in rows)]
-    figure = optional("matplotlib.figure", "drawing").Figure(
+    figure = import_optional("matplotlib.figure", "drawing").Figure(
         figsize=(11, 7.5 if studies else 4.2), layout="constrained"
     )
     top, *bottom = figure.subfigures(2 if studies else 1, 1, squeeze=False)[:, 0]

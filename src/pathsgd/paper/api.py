@@ -12,7 +12,7 @@ import torch
 
 from pathsgd import PathError
 from pathsgd.console.devices import find_device
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.tables import make_tables
@@ -232,8 +232,8 @@ def _conclude(results: StudyResults, progress: Progress, figures: bool) -> None:
 
 
 def _require_drawing() -> None:
-    optional("matplotlib", "drawing")
-    optional("jinja2", "the report")
+    import_optional("matplotlib", "drawing")
+    import_optional("jinja2", "the report")
 
 
 def _load(names: Sequence[str], setup: Setup, given: Mapping[str, Dataset] | None) -> dict[str, Dataset]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pathsgd import PathError
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.dataset import Dataset, check_learnable
 from pathsgd.paper.data.file_checks import one_line
 
@@ -28,7 +28,7 @@ MOST_CLASSES = 1 << 16
 def read_npz(name: str, path: Path) -> Dataset:
     if not path.is_file():
         raise PathError(f"{path} is not a file: name one as {name}=FILE.npz")
-    optional("numpy", f"reading {path.name}")
+    import_optional("numpy", f"reading {path.name}")
     arrays = _read(path)
     inputs = {split: _inputs(arrays[f"{split}_x"], path, f"{split}_x") for split in ("train", "test")}
     labels = {split: _labels(arrays[f"{split}_y"], path, f"{split}_y") for split in ("train", "test")}
@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name: str) -> Any:
     """One array. Its header is held against the size of its file before numpy makes room for it."""
-    form = optional("numpy.lib.format", f"reading {path.name}")
+    form = import_optional("numpy.lib.format", f"reading {path.name}")
     with archive.open(member) as opened:
         stream = cast(BinaryIO, opened)
         version = form.read_magic(stream)
@@ -110,7 +110,7 @@ def _inputs(array: Any, path: Path, name: str) -> Tensor:
         raise PathError(
             f"{path} has {name} of type {array.dtype}, expected uint8 or floats: convert it first"
         )
-    numpy = optional("numpy", f"reading {path.name}")
+    numpy = import_optional("numpy", f"reading {path.name}")
     with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
         x = torch.tensor(array.astype("float32"))
     if not bool(torch.isfinite(x).all()):
