@@ -173,6 +173,14 @@ def test_what_is_wrong_is_one_line(folder, capsys, arguments, parts):
     assert not (folder / "pathsgd-train").exists()
 
 
+def test_a_study_checks_for_matplotlib_before_it_trains(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "needs matplotlib: pip install 'pathsgd[paper]'" in error_line(
+        capsys, "reproduce", "--out", "study"
+    )
+    assert not (folder / "study").exists()
+
+
 def test_an_unknown_preset_and_a_study_of_ones_own_network(folder, capsys):
     assert "Unknown preset: 'huge' (one of small, paper)" in error_line(capsys, "sweep", "--preset", "huge")
     assert "only single runs" in error_line(capsys, "sweep", "--net", "nets:make")
