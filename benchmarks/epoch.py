@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pathsgd.console.machine import name_of
+from pathsgd.console.devices import device_name
 from pathsgd.paper.config import Run
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.load import load
@@ -91,7 +91,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"machine": name_of(device), "torch": torch.__version__, "rows": rows}, indent=1)
+            json.dumps({"machine": device_name(device), "torch": torch.__version__, "rows": rows}, indent=1)
             + "\n"
         )
 

@@ -20,8 +20,8 @@ from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
 
 import pathsgd
-from pathsgd.geometry.gamma import scales
 from pathsgd.console.networks import ResNet
+from pathsgd.geometry.gamma import measure_gammas
 
 
 @dataclass
@@ -61,10 +61,10 @@ def measure(
         model(x).sum().backward()
 
     def gamma() -> None:
-        scales(graph, tensors, 2)
+        measure_gammas(graph, tensors, 2)
 
     def with_exponents() -> None:
-        scales(graph, tensors, 2, exponents=True)
+        measure_gammas(graph, tensors, 2, exponents=True)
 
     model.eval()
     one = x[:1]

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(HERE.parent / "src")]
 
 import pathsgd  # noqa: E402
-from pathsgd.geometry.gamma import scales  # noqa: E402
+from pathsgd.geometry.gamma import measure_gammas  # noqa: E402
 from support import (
     cases,
     networks,
@@ -45,8 +45,8 @@ def agree(label, model, x, bound):
     largest = 0.0
     for p in (1, 1.5, 2, 4, math.inf):
         for exponents in (False, True):
-            expected = scales(graph, graph.tensors(model), p, exponents=exponents)
-            found = scales(on_gpu, on_gpu.tensors(there), p, exponents=exponents)
+            expected = measure_gammas(graph, graph.tensors(model), p, exponents=exponents)
+            found = measure_gammas(on_gpu, on_gpu.tensors(there), p, exponents=exponents)
             largest = max(largest, worst(found, expected))
     assert largest <= bound, f"{label}: {largest}"
     print(f"{label:32} gamma agrees to {largest:.1e}")

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from pathsgd import PathNormalized, PathSGD, gammas  # noqa: E402
-from pathsgd.console.timing import captured  # noqa: E402
+from pathsgd.console.timing import capture as captured  # noqa: E402
 from support.networks import SmallResNet, build  # noqa: E402
 
 GPU = torch.device("cuda")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from support.networks import Mlp, Recurrent, SmallResNet, build
+from support.networks import Mlp, Recurrent, SmallResNet, build, dense_gammas
 
 
 def mlp():
@@ -154,8 +154,8 @@ def test_time_first_recurrences_ask_for_their_batch_axis():
     expected = TimeFirst()
     expected.rnn = nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
     expected.load_state_dict(model.state_dict())
-    found = pathsgd.gammas(model, graph)
-    for name, gamma in pathsgd.gammas(expected, x.transpose(0, 1)).items():
+    found = dense_gammas(model, graph)
+    for name, gamma in dense_gammas(expected, x.transpose(0, 1)).items():
         assert torch.allclose(found[name], gamma)
 
 

@@ -1,25 +1,31 @@
 """Rescaling-invariant training for PyTorch."""
 
-from pathsgd import functional as functional
-from pathsgd.errors import PathError as PathError
-from pathsgd.errors import RescaleError as RescaleError
-from pathsgd.errors import TraceError as TraceError
-from pathsgd.geometry.balance import balance as balance
-from pathsgd.geometry.equivalence import Equivalence as Equivalence
-from pathsgd.geometry.equivalence import rescaling_equivalent as rescaling_equivalent
-from pathsgd.geometry.gamma import gammas as gammas
-from pathsgd.geometry.norms import group_norm as group_norm
-from pathsgd.geometry.norms import path_norm as path_norm
-from pathsgd.geometry.path_vector import path_vector as path_vector
-from pathsgd.geometry.rescale import rescale as rescale
-from pathsgd.geometry.rescale import unbalance as unbalance
-from pathsgd.graph.path_graph import PathGraph as PathGraph
-from pathsgd.graph.trace import Inputs as Inputs
-from pathsgd.graph.trace import trace as trace
-from pathsgd.optim.clip import clip_path_grad_norm_ as clip_path_grad_norm_
-from pathsgd.optim.path_normalized import PathAdagrad as PathAdagrad
-from pathsgd.optim.path_normalized import PathAdam as PathAdam
-from pathsgd.optim.path_normalized import PathNormalized as PathNormalized
-from pathsgd.optim.path_sgd import PathSGD as PathSGD
+from pathsgd import functional
+from pathsgd.errors import PathError, RescaleError, TraceError
+from pathsgd.geometry.balance import balance
+from pathsgd.geometry.equivalence import Equivalence, rescaling_equivalent
+from pathsgd.geometry.gamma import Gamma, Gammas, gammas
+from pathsgd.geometry.imbalance import Imbalance, imbalance
+from pathsgd.geometry.norms import group_norm, path_norm
+from pathsgd.geometry.path_vector import path_vector
+from pathsgd.geometry.rescale import rescale, unbalance
+from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.trace import Inputs, trace
+from pathsgd.optim.clip import clip_path_grad_norm_
+from pathsgd.optim.path_normalized import PathAdagrad, PathAdam, PathNormalized
+from pathsgd.optim.path_sgd import PathSGD
 
 __version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022
+    # what is a unit, a path, a region
+    "trace", "Inputs", "PathGraph", "ParameterInfo",
+    # numbers on paths
+    "path_norm", "group_norm", "path_vector", "gammas", "Gamma", "Gammas",
+    # rescaling
+    "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
+    # training
+    "PathSGD", "PathNormalized", "PathAdam", "PathAdagrad", "clip_path_grad_norm_", "functional",
+    # errors
+    "PathError", "TraceError", "RescaleError",
+]  # fmt: skip

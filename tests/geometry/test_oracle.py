@@ -14,10 +14,11 @@ from torch import nn
 
 import pathsgd
 from pathsgd.dag import Dag
-from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.shared_weights import repeated
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, Tied, build
+from support.networks import dense_gammas
 from support.unroll import Unroller, parameters
 
 EXPONENTS = (1, 1.5, 2, 3, math.inf)
@@ -35,7 +36,7 @@ def test_gamma_and_phi(case, exponents):
     assert all(info.normalised for info in graph.parameters.values()), str(graph)
     net, dag = model.oracle()
     for p in EXPONENTS:
-        found = scales(graph, graph.tensors(model), p, exponents=exponents)
+        found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents)
         for name, expected in net.parameter_gamma(dag, p).items():
             assert_close(found[name].dense().numpy(), expected, f"gamma_{p} of {name}")
         assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), f"phi_{p}")
@@ -55,7 +56,7 @@ def test_shared_weights_count_as_asked(case, shared):
     net, dag = model.oracle()
     for p in (1, 1.5, 2, 3):
         for exponents in (False, True):
-            found = scales(graph, graph.tensors(model), p, exponents=exponents, shared=shared)
+            found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents, shared=shared)
             for name, expected in net.counted_gamma(dag, p, COUNTS[shared]).items():
                 assert_close(found[name].dense().numpy(), expected, f"{shared} of {name} at p = {p}")
 
@@ -69,7 +70,7 @@ def test_only_what_a_path_uses_twice_is_counted():
     squares = nn.Sequential(nn.Linear(2, 3), Squares(), nn.Linear(3, 1)).double()
     graph = pathsgd.trace(squares)
     assert repeated(graph) == ["0.weight", "0.bias"]
-    half = pathsgd.gammas(squares, graph, shared="hessian")
+    half = dense_gammas(squares, graph, shared="hessian")
     for name, parameter in squares.named_parameters():
         hessian = torch.autograd.functional.hessian(
             lambda w, name=name: torch.func.functional_call(Phi(squares, graph), {f"model.{name}": w}, ()),
@@ -93,13 +94,13 @@ class Phi(nn.Module):
 def test_counting_uses_has_limits_and_says_so():
     model = build(Tied)
     with pytest.raises(pathsgd.PathError, match="Invalid shared: 'both'"):
-        pathsgd.gammas(model, model.example(), shared="both")
+        dense_gammas(model, model.example(), shared="both")
     with pytest.raises(pathsgd.PathError, match="p = inf has none"):
-        pathsgd.gammas(model, model.example(), p=math.inf, shared="gram")
+        dense_gammas(model, model.example(), p=math.inf, shared="gram")
     with torch.no_grad():
         model.a.weight.mul_(1e80)
     with pytest.raises(pathsgd.PathError, match=r"the paths through 'a.weight' leave the range of fp64"):
-        pathsgd.gammas(model, model.example(), shared="gram")
+        dense_gammas(model, model.example(), shared="gram")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,7 +112,7 @@ def test_gamma_is_the_curvature_of_the_path_norm(case):
     phi = pathsgd.path_norm(model, graph, 2)
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(phi**2, list(model.parameters()))
-    found = scales(graph, graph.tensors(model), 2)
+    found = measure_gammas(graph, graph.tensors(model), 2)
     for name, grad in zip(names, grads, strict=True):
         weight = model.get_parameter(name).detach()
         assert_close(grad.numpy(), (2 * found[name].dense() * weight).numpy(), name)
@@ -186,7 +187,7 @@ def test_random_dags(data, p, seed):
     assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), "phi")
     assert_close(pathsgd.group_norm(model, graph, p, 3).item(), dag.mu(p, 3), "mu")
     gamma = dag.gamma(p)
-    found = scales(graph, graph.tensors(model), p)
+    found = measure_gammas(graph, graph.tensors(model), p)
     for k, unit_tails in enumerate(tails):
         unit = inputs + k
         if graph.parameters[f"weights.{k}"].normalised:
@@ -209,7 +210,7 @@ def test_a_broken_oracle_is_noticed():
     x = net.relu(net.linear(net.input((3,)), w["a.weight"]))
     x = net.relu(net.linear(x, w["a.weight"]))
     dag = net.dag(net.linear(x, w["a.weight"].T))
-    found = scales(graph, graph.tensors(model), 2)["a.weight"].dense().numpy()
+    found = measure_gammas(graph, graph.tensors(model), 2)["a.weight"].dense().numpy()
     assert not np.allclose(found, net.parameter_gamma(dag, 2)["a.weight"], rtol=1e-3)
 
 
@@ -235,7 +236,7 @@ def test_random_mlps(widths, bias, p, seed, zeros):
         x = net.linear(x, w[f"{k}.weight"], w.get(f"{k}.bias"))
         x = net.relu(x) if k + 1 < len(model) else x
     dag = net.dag(x)
-    found = pathsgd.gammas(model, p=p)
+    found = dense_gammas(model, p=p)
     for name, expected in net.parameter_gamma(dag, p).items():
         if len(widths) > 2:
             assert_close(found[name].numpy(), expected, name)

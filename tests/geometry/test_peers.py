@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
-from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.unit_classes import unit_classes_of
-from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
+from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build, dense_gammas
 
 
 def path_step(model, graph, x, lr=1e-3, p=2):
     """One Path-SGD step as the paper writes it: w -= lr g / gamma."""
     model.zero_grad()
     model(x).pow(2).mean().backward()
-    found = scales(graph, graph.tensors(model), p)
+    found = measure_gammas(graph, graph.tensors(model), p)
     with torch.no_grad():
         for name, w in model.named_parameters():
             gamma = found[name].dense()
@@ -60,11 +60,11 @@ class TestNoGradientIsScaled:
     def test_gamma_is_recomputed_not_accumulated(self):
         model, x = build(Mlp)
         graph = pathsgd.trace(model, x)
-        first = pathsgd.gammas(model, graph)
-        again = pathsgd.gammas(model, graph)
+        first = dense_gammas(model, graph)
+        again = dense_gammas(model, graph)
         assert all(torch.equal(first[name], again[name]) for name in first)
         model[2].weight.data *= 2
-        changed = pathsgd.gammas(model, graph)
+        changed = dense_gammas(model, graph)
         assert torch.allclose(changed["0.weight"], 4 * first["0.weight"])
 
 
@@ -134,14 +134,14 @@ class TestConditioning:
             tensors = graph.tensors(model)
             Count.calls = 0
             with Count():
-                scales(graph, tensors)
+                measure_gammas(graph, tensors)
             counts.append(Count.calls)
         assert counts[0] == counts[1]
 
     def test_flags_and_residual_networks(self):
         model, x = build(SmallResNet)
         model.train()
-        pathsgd.gammas(model, x)
+        dense_gammas(model, x)
         pathsgd.balance(model, x)
         assert all(module.training for module in model.modules())
 
@@ -194,7 +194,7 @@ def test_normalised_means_on_batch_norm():
     norm.running_mean.copy_(torch.tensor([5.0, -3.0, 0.0]))
     norm.running_var.copy_(torch.tensor([0.5, 2.0, 1.0]))
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    gamma = pathsgd.gammas(model)
+    gamma = dense_gammas(model)
     variance = norm.running_var + norm.eps
     out = model[3].weight[0] ** 2
     into = (model[0].weight ** 2).sum(1)

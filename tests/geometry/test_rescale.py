@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
@@ -24,7 +24,7 @@ def difference(a, b):
 
 def invariants(model, graph, p=2):
     """w^2 gamma of every edge, in one vector."""
-    found = scales(graph, graph.tensors(model), p)
+    found = measure_gammas(graph, graph.tensors(model), p)
     return torch.cat([(w.detach() ** 2 * found[n].dense()).flatten() for n, w in model.named_parameters()])
 
 
@@ -170,7 +170,7 @@ def test_unbalance_is_the_papers():
     original = copy.deepcopy(model)
     pathsgd.unbalance(model, units=200, generator=torch.Generator().manual_seed(1))
     proof = pathsgd.rescaling_equivalent(original, model)
-    factors = torch.cat([proof.scales["0"], proof.scales["2"]])
+    factors = torch.cat([proof.factors["0"], proof.factors["2"]])
     touched = factors[(factors - 1).abs() > 1e-6]
     assert 160 <= len(touched) <= 200
     assert 8 < touched.log().median().exp() < 13
@@ -186,7 +186,7 @@ def test_equivalence_gives_scales_that_prove_it(network):
     pathsgd.unbalance(other, x, units=30)
     proof = pathsgd.rescaling_equivalent(model, other, x)
     assert proof
-    pathsgd.rescale(model, x, proof.scales)
+    pathsgd.rescale(model, x, proof.factors)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-12)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import pathsgd
-from support.networks import NETWORKS, Transformer, build
+from support.networks import NETWORKS, Transformer, build, dense_gammas
 
 
 def normalised(graph):
@@ -47,7 +47,7 @@ def test_what_is_not_homogeneous_ends_the_region(function):
     assert "alone in its region" in graph.parameters["a.weight"].reason
     assert len(graph.boundaries) >= 1
     assert "Regions end" in str(graph)
-    gamma = pathsgd.gammas(model, graph)
+    gamma = dense_gammas(model, graph)
     assert all(torch.equal(value, torch.ones_like(value)) for value in gamma.values())
 
 
@@ -82,12 +82,12 @@ def test_values_and_output_projection_share_a_region():
     """Rescaling a value channel and its column of the output projection changes nothing; gamma follows."""
     model, x = build(Transformer)
     graph = pathsgd.trace(model, x)
-    before, gamma = model(x).detach(), pathsgd.gammas(model, graph)
+    before, gamma = model(x).detach(), dense_gammas(model, graph)
     channel = 3
     value_row = 2 * 8 + channel
     pathsgd.rescale(model, graph, {("layer.self_attn.in_proj_weight", value_row): 4.0})
     assert torch.allclose(before, model(x), rtol=1e-10)
-    after = pathsgd.gammas(model, graph)
+    after = dense_gammas(model, graph)
     rows = gamma["layer.self_attn.in_proj_weight"] / after["layer.self_attn.in_proj_weight"]
     columns = after["layer.self_attn.out_proj.weight"] / gamma["layer.self_attn.out_proj.weight"]
     assert torch.allclose(rows[value_row], torch.full((8,), 16.0).double())
@@ -107,7 +107,7 @@ def test_the_model_is_left_as_it_was(network, training, monkeypatch):
     flags = {name: module.training for name, module in model.named_modules()}
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("the model was copied"))
     graph = pathsgd.trace(model, x)
-    pathsgd.gammas(model, graph)
+    dense_gammas(model, graph)
     monkeypatch.undo()
     assert flags == {name: module.training for name, module in model.named_modules()}
     assert identities == {name: id(p) for name, p in model.named_parameters()}
@@ -124,24 +124,24 @@ def test_the_model_is_left_as_it_was(network, training, monkeypatch):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_train_and_eval_give_one_geometry(network):
     model, x = build(network)
-    found = pathsgd.gammas(model, pathsgd.trace(model.train(), x))
-    expected = pathsgd.gammas(model, pathsgd.trace(model.eval(), x))
+    found = dense_gammas(model, pathsgd.trace(model.train(), x))
+    expected = dense_gammas(model, pathsgd.trace(model.eval(), x))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_batch_does_not_count(network):
     model, x = build(network)
-    one = pathsgd.gammas(model, x[:1])
+    one = dense_gammas(model, x[:1])
     for batch in (x, x.repeat(4, *(1,) * (x.dim() - 1)), x[:0]):
-        found = pathsgd.gammas(model, batch)
+        found = dense_gammas(model, batch)
         assert all(torch.equal(found[name], one[name]) for name in one)
 
 
 def test_positions_do_count():
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
-    one = pathsgd.gammas(model, torch.randn(2, 1, 3))["0.weight"]
-    five = pathsgd.gammas(model, torch.randn(2, 5, 3))["0.weight"]
+    one = dense_gammas(model, torch.randn(2, 1, 3))["0.weight"]
+    five = dense_gammas(model, torch.randn(2, 5, 3))["0.weight"]
     assert torch.allclose(five, 5 * one)
 
 
@@ -150,7 +150,7 @@ def test_a_graph_pickles_and_copies():
     graph = pathsgd.trace(model, x)
     for other in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
         assert str(other) == str(graph)
-        found, expected = pathsgd.gammas(model, other), pathsgd.gammas(model, graph)
+        found, expected = dense_gammas(model, other), dense_gammas(model, graph)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert pathsgd.trace(model, graph) is graph
 
@@ -170,7 +170,7 @@ def test_keyword_inputs_and_several_inputs_and_outputs():
     graph = pathsgd.trace(model, {"x": x, "y": y})
     assert normalised(graph) == set(graph.parameters)
     assert [tuple(t.shape) for t in pathsgd.path_norm(model, graph, per_output=True)] == [(1, 2), (1, 4)]
-    gamma = pathsgd.gammas(model, graph)
+    gamma = dense_gammas(model, graph)
     expected = (model.out.weight**2).sum(0) + 1  # the hidden units are outputs too
     assert torch.allclose(gamma["left.bias"], expected.detach())
 
@@ -201,7 +201,7 @@ def test_computed_weights():
     prune.random_unstructured(model[0], "weight", 0.5)
     graph = pathsgd.trace(model, torch.randn(1, 4).double())
     assert normalised(graph) == set(graph.parameters)
-    gamma = pathsgd.gammas(model, graph)["0.weight_orig"]
+    gamma = dense_gammas(model, graph)["0.weight_orig"]
     assert torch.equal(gamma == 0, model[0].weight_mask == 0)
     assert type(model[0].weight) is torch.Tensor
 
@@ -251,8 +251,8 @@ def test_low_precision_models_are_measured_in_fp32():
     expected = copy.deepcopy(reduced).float()
     assert pathsgd.path_norm(reduced).dtype == torch.float32
     assert torch.equal(pathsgd.path_norm(reduced), pathsgd.path_norm(expected))
-    found = pathsgd.gammas(reduced)
-    assert all(torch.equal(found[n], g) for n, g in pathsgd.gammas(expected).items())
+    found = dense_gammas(reduced)
+    assert all(torch.equal(found[n], g) for n, g in dense_gammas(expected).items())
 
 
 def test_a_batch_that_is_fixed_in_the_code_is_said_so():
@@ -310,10 +310,10 @@ def test_integers_begin_paths_where_they_become_floats():
 def test_autocast_does_not_lower_the_precision():
     model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 2))
     graph = pathsgd.trace(model)
-    expected, gamma = pathsgd.path_norm(model, graph), pathsgd.gammas(model, graph)
+    expected, gamma = pathsgd.path_norm(model, graph), dense_gammas(model, graph)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(pathsgd.path_norm(model, graph), expected)
-        found = pathsgd.gammas(model, graph)
+        found = dense_gammas(model, graph)
     assert all(torch.equal(found[name], gamma[name]) for name in gamma)
 
 

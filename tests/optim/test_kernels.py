@@ -10,7 +10,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathSGD, clip_path_grad_norm_
-from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.chains import chains
 from pathsgd.optim.fused import build
 from pathsgd.optim.fused.dispatch import Plan
@@ -96,8 +96,8 @@ def test_what_is_carried_is_what_would_be_measured(kind, monkeypatch):
     measured = []
     from pathsgd.optim import source
 
-    real = source.scales
-    monkeypatch.setattr(source, "scales", lambda *a, **k: measured.append(1) or real(*a, **k))
+    real = source.measure_gammas
+    monkeypatch.setattr(source, "measure_gammas", lambda *a, **k: measured.append(1) or real(*a, **k))
     model, optimizer = train(stack(6, 12, 11, 10, 4), steps=6, implementation=kind)
     assert len(measured) == 2  # once when it was made, once at the first step
     expected, _ = train(copy.deepcopy(model), steps=1, implementation="reference")
@@ -334,7 +334,7 @@ def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind):
         for p in model.parameters():
             p.mul_(0.75)
     graph = pathsgd.trace(model)
-    measured = scales(graph, graph.tensors(model), 2)
+    measured = measure_gammas(graph, graph.tensors(model), 2)
     assert measured.exponents
     sizes = [5 * measured[name].dense() * p.detach() for name, p in model.named_parameters()]
     start, other = copy.deepcopy(model), copy.deepcopy(model)

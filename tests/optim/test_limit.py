@@ -60,7 +60,7 @@ def test_a_branch_that_starts_at_zero(make):
 
 def unit_norms(model, steps, p):
     """(||dz||, ||z||) of every unit of a Linear-ReLU stack, row by row with its bias."""
-    gammas = pathsgd.gammas(model, p=p)
+    gammas = {name: gamma.dense() for name, gamma in pathsgd.gammas(model, p=p).items()}
     for k, module in enumerate(model):
         if isinstance(module, nn.Linear):
             for row in range(module.out_features):

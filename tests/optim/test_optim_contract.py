@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import pathsgd
 from pathsgd import PathAdam, PathSGD
-from pathsgd.geometry.gamma import scales
+from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.optim.update import path_sgd
 from support.networks import Mlp, SmallResNet, build
 from support.training import backward, train, unchanged, weights
@@ -148,11 +148,11 @@ def test_a_differentiable_step():
     names = [name for name, _ in model.named_parameters()]
     clones = {name: p.detach().clone() for name, p in model.named_parameters()}
     backward(model, x)
-    found = pathsgd.gammas(model, x)
+    found = {name: gamma.dense() for name, gamma in pathsgd.gammas(model, x).items()}
     for name, p in model.named_parameters():
         clones[name].grad = p.grad.clone()
     graph = pathsgd.trace(model, x)
-    gammas = scales(graph, graph.tensors(model))
+    gammas = measure_gammas(graph, graph.tensors(model))
     stepped = [clones[name].clone() for name in names]
     path_sgd(stepped, [clones[n].grad for n in names], [gammas[n] for n in names], [None] * len(names),
              lr=lr, differentiable=True, foreach=False)  # fmt: skip

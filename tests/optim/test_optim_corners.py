@@ -152,8 +152,8 @@ def test_a_limit_looks_at_all_groups_and_at_decay():
 def test_a_limit_does_not_measure_more_often(make, monkeypatch):
     model, x = build(Mlp)
     calls = []
-    real = source.scales
-    monkeypatch.setattr(source, "scales", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = source.measure_gammas
+    monkeypatch.setattr(source, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
     optimizer = make(model, example_input=x, refresh_every=4, max_relative_step=1e6)
     calls.clear()
     train(model, optimizer, x, steps=8)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pathsgd.console.files import write_atomically
-from pathsgd.console.machine import share_out
 from pathsgd.errors import PathError
 from pathsgd.paper.api import report_out_of_memory
 from pathsgd.paper.config import Run, Seeds
@@ -25,6 +24,7 @@ from pathsgd.paper.step_size_search import choose_winner, find_resumable
 from pathsgd.paper.training.dropout import drop_units
 from pathsgd.paper.training.fused_adagrad import FusedAdagrad
 from pathsgd.paper.training.initial_network import make_initial_network
+from pathsgd.paper.training.lanes import choose_lanes
 from pathsgd.paper.training.run_loop import Checkpoints, train_run
 from pathsgd.paper.training.trainer import Trainer
 from pathsgd.paper.training.training_data import prepare_data
@@ -102,21 +102,21 @@ def test_a_gpu_without_memory_is_one_line(text):
 
 
 def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
-    monkeypatch.setattr("pathsgd.console.machine._memory", lambda device: 80e9)
+    monkeypatch.setattr("pathsgd.paper.training.lanes._memory_bytes", lambda device: 80e9)
     gpu = torch.device("cuda")
-    assert share_out(gpu, 30_000_000, None, ["sgd"]) == 3
-    assert share_out(gpu, 3_000_000_000, None, ["sgd"]) == 1
-    assert share_out(gpu, 3_000_000_000, 2, ["sgd"]) == 2
-    assert share_out(gpu, 1_000, None, ["sgd"], alone=True) == 1
+    assert choose_lanes(gpu, 30_000_000, None, ["sgd"]) == 3
+    assert choose_lanes(gpu, 3_000_000_000, None, ["sgd"]) == 1
+    assert choose_lanes(gpu, 3_000_000_000, 2, ["sgd"]) == 2
+    assert choose_lanes(gpu, 1_000, None, ["sgd"], alone=True) == 1
     with pytest.raises(PathError, match="Invalid number of lanes: 17"):
-        share_out(gpu, 1_000, 17, ["sgd"])
+        choose_lanes(gpu, 1_000, 17, ["sgd"])
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # on CPUs without bf16
 def test_an_interrupted_run_of_muon_ends_with_the_same_bits(problem, tmp_path):
     """torch's products round otherwise after its first one, unless that was made before the first run."""
     enabled = torch._C._get_mkldnn_enabled()
-    share_out(CPU, 10, 1, ["sgd", "muon"])
+    choose_lanes(CPU, 10, 1, ["sgd", "muon"])
     config = dataclasses.replace(SMALL, method="muon", step_size=0.01)
     expected, _ = run(config, problem, tmp_path / "whole")
     with pytest.raises(Killed):

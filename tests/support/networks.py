@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pathsgd
 from pathsgd.console.networks import ResNet
 
 
@@ -130,3 +131,8 @@ def build(network, dtype=torch.float64):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
     return model, torch.randn(network.example, dtype=dtype)
+
+
+def dense_gammas(*arguments, **options):
+    """pathsgd.gammas with every gamma as a tensor of its parameter's shape."""
+    return {name: gamma.dense() for name, gamma in pathsgd.gammas(*arguments, **options).items()}

@@ -8,7 +8,7 @@ import torch
 
 import pathsgd
 from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
-from pathsgd.geometry.rescale import apply_scales
+from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build
 
@@ -57,7 +57,7 @@ def pair(network, dtype, powers_of_two):
     else:
         factors = 10 ** (6 * torch.rand(count, generator=generator, dtype=torch.float64) - 3)
     copied = copy.deepcopy(model)
-    apply_scales(graph, graph.tensors(copied), units, factors)
+    apply_factors(graph.tensors(copied), units, factors)
     return model, copied, graph, x
 
 

@@ -6,13 +6,17 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pathsgd.bench.methods import BASELINE, HEAVY, METHODS, Steps
-from pathsgd.console.machine import allow_tf32
-from pathsgd.console.timing import Run, captured, median_us
+from pathsgd.bench.methods import BASELINE, HEAVY, METHODS, Stepper
+from pathsgd.console.devices import allow_tf32
+from pathsgd.console.timing import Step, capture, median_us
+
+ROUNDS = 3
+"""On a CPU, with new models each time: where one happens to lie in memory can cost a third of its speed."""
 
 
 @dataclass(frozen=True)
@@ -49,45 +53,43 @@ class Row:
     """Of the whole training step, to that of fused SGD."""
 
 
+class Times(NamedTuple):
+    """Of one method, in microseconds: the whole training step, and the optimizer's captured and eager."""
+
+    train: float
+    step: float
+    eager: float
+
+
 def measure(
     setting: Setting, methods: Sequence[str], seconds: float, speed: float, device: torch.device
 ) -> tuple[list[Row], list[str]]:
     """The rows, and what could not be measured and why. ``speed`` is the memory's, in bytes per us."""
     rounds = 1 if device.type == "cuda" else ROUNDS
-    found = [_round(setting, methods, seconds / rounds, device) for _ in range(rounds)]
-    count = sum(p.numel() for p in setting.make().parameters())
-    train = {name: statistics.median(r.train[name] for r in found) for name in found[0].train}
+    timed = [_time_methods(setting, methods, seconds / rounds, device) for _ in range(rounds)]
+    found, failed = timed[0]
+    times = {
+        name: Times(*(statistics.median(each[name][k] for each, _ in timed) for k in range(3)))
+        for name in found
+    }
+    floor = 3 * 4 * sum(p.numel() for p in setting.make().parameters()) / speed
     rows = [
         Row(
-            setting.study, setting.net, setting.at, setting.shape[0], setting.tf32, name, train[name],
-            statistics.median(r.step[name] for r in found), statistics.median(r.eager[name] for r in found),
-            3 * 4 * count / speed, train[name] / train[BASELINE],
+            setting.study, setting.net, setting.at, setting.shape[0], setting.tf32, name, *own, floor,
+            own.train / times[BASELINE].train,
         )
-        for name in train
+        for name, own in times.items()
     ]  # fmt: skip
-    return rows, found[0].failed
+    return rows, failed
 
 
-ROUNDS = 3
-"""On a CPU, with models made anew: where a model happens to lie in memory can cost a third of its speed."""
-
-
-@dataclass(frozen=True)
-class _Round:
-    """The times of one set of models."""
-
-    train: dict[str, float]
-    step: dict[str, float]
-    eager: dict[str, float]
-    failed: list[str]
-
-
-def _round(setting: Setting, methods: Sequence[str], seconds: float, device: torch.device) -> _Round:
+def _time_methods(
+    setting: Setting, methods: Sequence[str], seconds: float, device: torch.device
+) -> tuple[dict[str, Times], list[str]]:
+    """The times of one set of models, and what failed."""
     x = torch.randn(setting.shape, device=device)
     y = torch.randint(setting.classes, (len(x),), device=device)
-    whole: dict[str, Run] = {}
-    alone: dict[str, Run] = {}
-    eager: dict[str, Run] = {}
+    steps: dict[str, tuple[Step, Step, Step]] = {}
     alive: list[object] = []  # a captured graph does not keep what it works on
     failed = []
     allow_tf32(setting.tf32)
@@ -99,26 +101,24 @@ def _round(setting: Setting, methods: Sequence[str], seconds: float, device: tor
             if optimizer is None:
                 continue
             alive.append((model, optimizer))
-            backward, train = _steps(model, optimizer, x, y)
+            backward, train = _training_steps(model, optimizer, x, y)
             train()
-            whole[name] = captured(train, device)
+            captured_train = capture(train, device)
             backward()
-            alone[name] = captured(optimizer.step, device)
-            eager[name] = optimizer.step
+            steps[name] = captured_train, capture(optimizer.step, device), optimizer.step
         except (RuntimeError, ValueError) as error:
-            whole.pop(name, None)
             failed.append(f"{setting.net}: {name}: {str(error).splitlines()[0][:90]}")
-    # What heats the machine is timed by itself: clocks go down for all that is timed beside it.
-    took = median_us({name: run for name, run in whole.items() if name not in HEAVY}, seconds, device)
-    took |= median_us({name: run for name, run in whole.items() if name in HEAVY}, seconds, device)
-    steps = median_us({name: alone[name] for name in whole}, seconds / 4, device)
-    eagerly = steps
+    light = {name: own[0] for name, own in steps.items() if name not in HEAVY}
+    heavy = {name: own[0] for name, own in steps.items() if name in HEAVY}
+    train_us = median_us(light, seconds, device) | median_us(heavy, seconds, device)
+    step_us = median_us({name: own[1] for name, own in steps.items()}, seconds / 4, device)
+    eager_us = step_us
     if device.type == "cuda":
-        eagerly = median_us({name: eager[name] for name in whole}, seconds / 4, device)
-    return _Round(took, steps, eagerly, failed)
+        eager_us = median_us({name: own[2] for name, own in steps.items()}, seconds / 4, device)
+    return {name: Times(train_us[name], step_us[name], eager_us[name]) for name in train_us}, failed
 
 
-def _steps(model: nn.Module, optimizer: Steps, x: Tensor, y: Tensor) -> tuple[Run, Run]:
+def _training_steps(model: nn.Module, optimizer: Stepper, x: Tensor, y: Tensor) -> tuple[Step, Step]:
     def backward() -> None:
         for parameter in model.parameters():
             parameter.grad = None

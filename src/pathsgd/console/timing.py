@@ -8,25 +8,25 @@ from collections.abc import Callable
 
 import torch
 
-Run = Callable[[], object]
-LEAST = 3
-"""Times that a median is taken of, however long they take."""
+Step = Callable[[], object]
+MIN_SAMPLES = 3
+"""Of a median, however long they take."""
 
 
-def median_us(runs: dict[str, Run], seconds: float, device: torch.device) -> dict[str, float]:
-    """The median time of each in microseconds, taken in turn so that a drift of the machine meets all."""
+def median_us(runs: dict[str, Step], seconds: float, device: torch.device) -> dict[str, float]:
+    """The median time of each in microseconds, in turn, so that a drift of the machine affects all alike."""
     for run in runs.values():
         for _ in range(3 if device.type == "cuda" else 1):
             run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds * len(runs)
-    while runs and (time.perf_counter() < end or len(next(iter(times.values()))) < LEAST):
+    while runs and (time.perf_counter() < end or len(next(iter(times.values()))) < MIN_SAMPLES):
         for name, run in runs.items():
-            times[name].append(_timed(run, device))
+            times[name].append(_time(run, device))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _timed(run: Run, device: torch.device) -> float:
+def _time(run: Step, device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         run()
@@ -40,8 +40,8 @@ def _timed(run: Run, device: torch.device) -> float:
     return begin.elapsed_time(end) / 20 * 1e3
 
 
-def captured(run: Run, device: torch.device) -> Run:
-    """On a GPU the same as one CUDA graph, after four runs that warm it up."""
+def capture(run: Step, device: torch.device) -> Step:
+    """On a GPU the step captured as a CUDA graph, after four steps of warm-up."""
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream()

@@ -1,47 +1,55 @@
-"""The representative of least mu_{p,inf} among all rescalings of a network.
+"""The equivalent of least mu_{p,inf} among all rescalings of a network.
 
-With scales s_v put ``a_v = s_v^-p``. Every unit's incoming l_p norm is at most M if and only if
+With factors s_v put ``a_v = s_v^-p``. Every unit's incoming l_p norm is at most M if and only if
 ``sum_u |w_uv|^p a_u <= M^p a_v`` for every unit v, with ``a = 1`` where a unit cannot be rescaled. The
 least solution is found by one damped forward pass ``a_v = M^-p sum_u |w_uv|^p a_u``, and M is feasible
-if the units that cannot be rescaled meet their own inequality. The least feasible M is the root of a
-decreasing function of one variable.
+if the units that cannot be rescaled meet their own inequality. The least feasible M is wanted.
 
-UnitClasses that are tied have one ``a`` and several inequalities; it takes the largest. Where ties make the
-classes depend on each other in a circle (a residual stream, a recurrence) the pass becomes a system of
-equations, solved by policy iteration: pick the largest inequality of each class, solve, repeat.
+Units that are tied (a class) have one ``a`` and several inequalities; it takes the largest. This is Lemma 1
+of the paper for networks with biases, several outputs and paths of different lengths; where all paths have
+length d and there is no bias, ``M^d = max_j phi_{p,j}``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pathsgd.errors import PathError
+from pathsgd.geometry.balance_solver import solve_balance
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.norms import group_norm
-from pathsgd.geometry.rescale import apply_scales
-from pathsgd.geometry.unit_groups import unit_groups
+from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
-from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
+from pathsgd.graph.unit_classes import unit_classes_of
 
 
 def balance(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> float:
-    """Rescales ``model`` in place to its equivalent of least ``mu_{p,inf}``; returns what it is then.
+    """Rescales ``model`` in place to its equivalent of least ``mu_{p,inf}``.
 
-    The function does not change; balancing twice changes nothing. Dead units stay as they are, and so do
-    the weights that lead out of them.
-    UnitClasses that feed a square keep their scale. A network none of whose paths is alive stays as it is.
+    The function does not change; balancing twice changes nothing. Dead units stay as they are, and so do the
+    weights that lead out of them. Units that feed a square keep their factor of 1. A network none of whose
+    paths is alive stays as it is.
 
-    >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
-    >>> balance(model)
-    2.0
+    Args:
+        model: the module to rescale.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        p: the order of the norm, from 1 to ``math.inf``.
+
+    Returns:
+        ``mu_{p,inf}`` of the balanced model.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: p is invalid, a parameter is not finite, or the graph is of another model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
+        >>> balance(model)
+        2.0
     """
     check_p(p)
     graph = trace(model, example_input)
@@ -50,296 +58,13 @@ def balance(model: nn.Module, example_input: Example | PathGraph | None = None, 
         if not bool(torch.isfinite(tensors[name]).all()):
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
     units = unit_classes_of(graph)
-    _, powers = least_bound(graph, tensors, units, float(p))
-    order = 1.0 if math.isinf(p) else float(p)
-    logarithms = torch.where(powers > 0, -powers.log() / order, 0.0)
-    if float(logarithms.abs().max()) > _negligible(tensors):
-        apply_scales(graph, tensors, units, logarithms.exp())
+    _, log_factors = solve_balance(graph, tensors, units, float(p))
+    if float(log_factors.abs().max()) > _rounding(tensors):
+        apply_factors(tensors, units, log_factors.exp())
     return group_norm(model, graph, p).item()
 
 
-def _negligible(tensors: Tensors) -> float:
-    """A network within this (in the logarithm of every scale) of its balanced form is left as it is: the
-    rounding of its weights is no imbalance."""
+def _rounding(tensors: Tensors) -> float:
+    """What the rounding of the weights makes of log s in a network that is balanced already."""
     floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
     return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats))
-
-
-@torch.no_grad()
-def least_bound(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> tuple[float, Tensor]:
-    """The least ``mu_{p,inf}`` of all equivalents, and the ``a = s^-p`` that reach it."""
-    system = _System.of(graph, tensors, units, p)
-    if not system.families:
-        return 0.0, torch.ones(units.count, dtype=torch.float64)
-    order = 1.0 if math.isinf(p) else p
-    log_bound = _root(lambda x: system.excess(-order * x), system.scale() / order, 600 / order)
-    if log_bound is None:
-        return system.bound() ** (1 / order), torch.ones(units.count, dtype=torch.float64)
-    powers = system.solve(-order * log_bound)
-    assert powers is not None
-    return math.exp(log_bound), torch.where(powers > 0, powers, 1.0)
-
-
-def _root(excess: Callable[[float], float], start: float, reach: float) -> float | None:
-    """The root of a decreasing function that is +inf where M is infeasible: bisection, with secant
-    steps where both ends are finite. The end returned is on the feasible side. None if the function
-    is negative all the way down: no live path reaches a unit that cannot be rescaled."""
-    low, high = _bracket(excess, start, reach)
-    if low is None:
-        return None
-    f_low, f_high = excess(low), excess(high)
-    for turn in range(200):
-        middle = (low + high) / 2
-        if turn % 3 and math.isfinite(f_low) and math.isfinite(f_high):
-            # Twice out of three the secant, once a little inside it: else one end never moves.
-            inside = 1e-3 * (high - low) if turn % 3 == 1 else 0.0
-            middle = high - f_high * (high - low) / (f_high - f_low) + inside
-        if not low < middle < high:
-            middle = (low + high) / 2
-        if not low < middle < high or f_high == 0:
-            break
-        value = excess(middle)
-        if value > 0:
-            low, f_low = middle, value
-        else:
-            high, f_high = middle, value
-    return high
-
-
-def _bracket(excess: Callable[[float], float], start: float, reach: float) -> tuple[float | None, float]:
-    """An infeasible and a feasible point around ``start``."""
-    step = 1.0
-    if excess(start) > 0:
-        low = start
-        while excess(low + step) > 0:
-            low, step = low + step, 2 * step
-        return low, low + step
-    high = start
-    while excess(high - step) <= 0:
-        if step > reach:
-            return None, high
-        high, step = high - step, 2 * step
-    return high - step, high
-
-
-@dataclass
-class _Family:
-    """``sum over incoming weights`` for a family of units: matrices and the classes they come from."""
-
-    heads: Tensor
-    parts: list[tuple[Tensor, Tensor]]
-
-    def sums(self, powers: Tensor, infinite: bool) -> Tensor:
-        """``sum_u |w_uv|^p a_u`` (or the maximum) of every unit."""
-        totals = []
-        for weights, tails in self.parts:
-            products = weights * powers[tails] if infinite or len(tails) > 1 else None
-            if products is None:
-                totals.append(weights @ powers[tails[0]])
-            else:
-                totals.append(products.amax(1) if infinite else products.sum(1))
-        stacked = torch.stack(totals)
-        return stacked.amax(0) if infinite else stacked.sum(0)
-
-    def matrix(self, number: Tensor, size: int) -> Tensor:
-        """The coefficients of the classes numbered by ``number`` (-1 for others)."""
-        matrix = torch.zeros(len(self.heads), size + 1, dtype=torch.float64)
-        for weights, tails in self.parts:
-            columns = number[tails].expand(weights.shape)
-            matrix.scatter_add_(1, torch.where(columns < 0, size, columns), weights)
-        return matrix[:, :size]
-
-
-@dataclass
-class _System:
-    """The inequalities of a network, in an order in which they can be solved."""
-
-    families: list[_Family]
-    components: list[tuple[list[_Family], Tensor, bool]]
-    """(families, their classes, whether they depend on themselves), earlier ones first."""
-    fixed: list[_Family]
-    """The families with units that cannot be rescaled."""
-    count: int
-    held: Tensor
-    infinite: bool
-
-    @staticmethod
-    def of(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> _System:
-        infinite = math.isinf(p)
-        held = units.squared.clone()
-        held[FIXED] = True
-        families = []
-        for group in unit_groups(graph):
-            heads = group.heads(units)
-            parts = []
-            for part in group.parts:
-                rows = part.rows(tensors, torch.float64).abs().cpu()
-                weights = rows if infinite else rows.pow(p)
-                parts.append((weights, part.tails(units)))
-            families.append(_Family(heads, parts))
-        fixed = [family for family in families if bool(held[family.heads].any())]
-        return _System(families, _components(families, held), fixed, units.count, held, infinite)
-
-    def scale(self) -> float:
-        """log of the largest weight sum, to start from."""
-        largest = self.bound()
-        return math.log(largest) if largest > 0 else 0.0
-
-    def bound(self) -> float:
-        """``mu^p`` of the network as it is."""
-        ones = torch.ones(self.count, dtype=torch.float64)
-        return max(float(family.sums(ones, self.infinite).max()) for family in self.families)
-
-    def excess(self, log_damping: float) -> float:
-        """log of the worst inequality of a unit that cannot be rescaled; +inf if M is infeasible."""
-        powers = self.solve(log_damping)
-        if powers is None:
-            return math.inf
-        worst = 0.0
-        for family in self.fixed:
-            sums = family.sums(powers, self.infinite)
-            worst = max(worst, float(sums[self.held[family.heads]].max()))
-        return math.log(worst) + log_damping if worst > 0 else -math.inf
-
-    def solve(self, log_damping: float) -> Tensor | None:
-        """The least ``a`` for one M, with ``log_damping = log M^-p``; None if there is none."""
-        damping = math.exp(min(log_damping, 709.0))
-        powers = self.held.to(torch.float64)
-        for families, classes, circular in self.components:
-            if not circular:
-                self._pass(families, powers, damping)
-            elif not self._solve_circle(families, classes, powers, damping):
-                return None
-        return powers if bool(torch.isfinite(powers).all()) else None
-
-    def _pass(self, families: list[_Family], powers: Tensor, damping: float) -> None:
-        updates = powers.clone()
-        for family in families:
-            sums = damping * family.sums(powers, self.infinite)
-            updates.scatter_reduce_(0, family.heads, sums, "amax")
-        powers.copy_(torch.where(self.held, powers, updates))
-
-    def _solve_circle(self, families: list[_Family], classes: Tensor, powers: Tensor, damping: float) -> bool:
-        if self.infinite:
-            return self._sweep(families, classes, powers, damping)
-        number = torch.full((self.count,), -1)
-        number[classes] = torch.arange(len(classes))
-        rows = torch.cat([family.matrix(number, len(classes)) for family in families])
-        known = torch.cat([family.sums(powers, False) for family in families])
-        heads = number[torch.cat([family.heads for family in families])]
-        rows, known, heads = rows[heads >= 0], known[heads >= 0], heads[heads >= 0]
-        current = torch.zeros(len(classes), dtype=torch.float64)
-        policy: Tensor | None = None
-        for _ in range(200):
-            values = damping * (rows @ current + known)
-            chosen = _largest_row(values, heads, len(classes), policy)
-            if policy is not None and torch.equal(chosen, policy):
-                break
-            policy = chosen
-            present = policy >= 0
-            pick = policy.clamp(min=0)
-            matrix = torch.where(present[:, None], rows[pick], 0.0)
-            constant = torch.where(present, known[pick], 0.0)
-            identity = torch.eye(len(classes), dtype=torch.float64)
-            solution, info = torch.linalg.solve_ex(identity - damping * matrix, damping * constant)
-            if int(info) or not bool(torch.isfinite(solution).all()):
-                return False
-            # The least solution grows with every better policy; one that falls (below zero, say) has gain
-            # over one around a circle, and there is no solution.
-            if bool((solution < current * (1 - 1e-9)).any()):
-                return False
-            current = solution
-        powers[classes] = current
-        return True
-
-    def _sweep(self, families: list[_Family], classes: Tensor, powers: Tensor, damping: float) -> bool:
-        """p = inf: longest paths, which have settled after as many rounds as there are classes."""
-        for _ in range(len(classes) + 1):
-            before = powers[classes].clone()
-            self._pass(families, powers, damping)
-            if torch.equal(powers[classes], before):
-                return True
-        return False
-
-
-def _largest_row(values: Tensor, heads: Tensor, size: int, policy: Tensor | None) -> Tensor:
-    """For every class the row of largest value; the current one unless another is really larger."""
-    best = torch.full((size,), -math.inf, dtype=torch.float64)
-    best.scatter_reduce_(0, heads, values, "amax")
-    chosen = torch.full((size,), -1)
-    attained = values >= best[heads]
-    chosen[heads[attained]] = attained.nonzero().flatten()
-    if policy is not None:
-        kept = (policy >= 0) & (values[policy.clamp(min=0)] >= best * (1 - 1e-13))
-        chosen = torch.where(kept, policy, chosen)
-    return chosen
-
-
-def _components(families: list[_Family], held: Tensor) -> list[tuple[list[_Family], Tensor, bool]]:
-    """Families that share or feed each other's classes, as strongly connected components in order."""
-    free = [torch.unique(f.heads[~held[f.heads]]) for f in families]
-    needs = [torch.unique(torch.cat([tails.flatten() for _, tails in f.parts])) for f in families]
-    # A class takes the largest of all inequalities into it, so its families are solved together.
-    owner = torch.full((len(held),), -1)
-    merged = list(range(len(families)))
-
-    def root(k: int) -> int:
-        while merged[k] != k:
-            k = merged[k]
-        return k
-
-    for k, classes in enumerate(free):
-        for other in torch.unique(owner[classes]).tolist():
-            if other >= 0:
-                merged[root(k)] = root(other)
-        owner[classes] = k
-    members: dict[int, list[int]] = {}
-    for k in range(len(families)):
-        if len(free[k]):
-            members.setdefault(root(k), []).append(k)
-    roots = torch.tensor([root(k) for k in range(len(families))])
-    after: dict[int, set[int]] = {r: set() for r in members}
-    for r, ks in members.items():
-        for k in ks:
-            sources = owner[needs[k][~held[needs[k]]]]
-            after[r].update(int(roots[s]) for s in torch.unique(sources[sources >= 0]).tolist())
-    ordered = []
-    for component in _strongly_connected(after):
-        inside = [k for r in component for k in members[r]]
-        classes = torch.unique(torch.cat([free[k] for k in inside]))
-        circular = len(component) > 1 or component[0] in after[component[0]]
-        ordered.append(([families[k] for k in inside], classes, circular))
-    return ordered
-
-
-def _strongly_connected(after: dict[int, set[int]]) -> list[list[int]]:
-    """Tarjan's algorithm without recursion; a component comes after those it depends on."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    found: list[list[int]] = []
-    for start in after:
-        if start in index:
-            continue
-        work = [(start, iter(after[start]))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        while work:
-            node, rest = work[-1]
-            for other in rest:
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    work.append((other, iter(after[other])))
-                    break
-                if other in stack:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    cut = stack.index(node)
-                    found.append(stack[cut:])
-                    del stack[cut:]
-    return found

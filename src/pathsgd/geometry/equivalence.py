@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.rescale import rescaled
+from pathsgd.geometry.rescale import name_factors, rescale_parameter
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
@@ -19,11 +19,11 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_cla
 class Equivalence:
     """True if the networks are rescaling equivalent, with the scales that prove it or why not.
 
-    ``scales`` can be given to :func:`pathsgd.rescale` to turn the first network into the second.
+    ``factors`` can be given to :func:`pathsgd.rescale` to turn the first network into the second.
     """
 
     equivalent: bool
-    scales: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, Tensor] = field(default_factory=dict)
     reason: str = ""
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ def rescaling_equivalent(
     >>> _ = a[0].weight.data.fill_(2.0), a[2].weight.data.fill_(3.0)
     >>> _ = b[0].weight.data.fill_(8.0), b[2].weight.data.fill_(0.75)
     >>> found = rescaling_equivalent(a, b)
-    >>> bool(found), found.scales["0"].tolist()
+    >>> bool(found), found.factors["0"].tolist()
     (True, [4.0])
     """
     if not isinstance(model_b, nn.Module):
@@ -67,26 +67,11 @@ def rescaling_equivalent(
     factors = logarithms.exp()
     for name, edge in units.parameters.items():
         bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
-        expected = rescaled(a[name].double(), edge, factors)
+        expected = rescale_parameter(a[name].double(), edge, factors)
         difference = (expected - b[name].double()).abs()
         if bool((difference > bound * b[name].double().abs()).any()):
             return Equivalence(False, reason=f"no scales turn {name!r} of one into the other's")
-    return Equivalence(True, _named(units, factors))
-
-
-def _named(units: UnitClasses, factors: Tensor) -> dict[str, Tensor]:
-    """The scales by owner, each class under one name only: modules first, parameters where they must."""
-    covered = torch.zeros(units.count, dtype=torch.bool)
-    covered[FIXED] = True
-    named: dict[str, Tensor] = {}
-    modules = [name for name in units.owners if name not in units.parameters]
-    for name in (*modules, *units.parameters):
-        classes = units.owners.get(name)
-        if classes is None or bool(covered[classes].all()):
-            continue
-        named[name] = torch.where(covered[classes], 1.0, factors[classes])
-        covered[classes] = True
-    return named
+    return Equivalence(True, name_factors(units, factors))
 
 
 def _propagate(units: UnitClasses, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:

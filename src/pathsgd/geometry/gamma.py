@@ -178,7 +178,7 @@ def check_p(p: object) -> float:
 
 
 @torch.no_grad()
-def scales(
+def measure_gammas(
     graph: PathGraph,
     tensors: Tensors,
     p: float = 2,
@@ -214,27 +214,36 @@ def gammas(
     example_input: Example | PathGraph | None = None,
     p: float = 2,
     *,
-    log: bool = False,
     shared: Shared = "kappa1",
-) -> dict[str, Tensor]:
-    """gamma_p of every parameter as a dense tensor, for looking at:
-    ``gamma(u -> v) = (sum over paths through the edge of prod |other weights|^p)^(2/p)``.
+) -> Gammas:
+    """gamma_p of every parameter, the path scale that Path-SGD divides gradients by.
 
-    Path-SGD steps by g / gamma. gamma is 0 on a path that is dead, where g is 0 too: take 0/0 as 0. With
-    ``log`` the natural logarithm, which is finite on live paths where gamma itself leaves its range. For
-    ``shared`` see :class:`pathsgd.PathSGD`.
+    ``gamma(u -> v) = (sum over paths through the edge of prod |other weights|^p)^(2/p)``. It is 0 on an edge
+    that no live path uses, where the gradient is 0 too: take 0/0 as 0.
 
-    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
-    >>> gamma = gammas(model)
-    >>> gamma["0.weight"], gamma["2.weight"]
-    (tensor([[0.2500, 0.2500]]), tensor([[18.]]))
+    Args:
+        model: a module, or one that was wrapped by DistributedDataParallel or torch.compile.
+        example_input: as in :func:`pathsgd.trace`; a PathGraph traced from the model saves tracing it again.
+        p: the order of the norm, from 1 to ``math.inf``.
+        shared: how a path counts that uses a weight k times: by k ("kappa1"), k^2 ("gram") or k (2k - 1)
+            ("hessian"). They agree wherever no path uses a weight twice, convolutions included.
+
+    Returns:
+        A mapping from parameter names to :class:`Gamma`; gamma is 1 where nothing is path-normalised.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: p or shared is invalid, or the model is not the one the graph was traced from.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
+        >>> found = gammas(model)
+        >>> found["0.weight"].dense(), found["2.weight"].dense()
+        (tensor([[0.2500, 0.2500]]), tensor([[18.]]))
     """
     graph = trace(model, example_input)
-    found = scales(graph, graph.tensors(model), p, shared=shared)
-    if log:
-        return {name: gamma.log2() * math.log(2) for name, gamma in found.items()}
-    return {name: gamma.dense() for name, gamma in found.items()}
+    return measure_gammas(graph, graph.tensors(model), p, shared=shared)
 
 
 def measure(flow: PoweredNetwork, check: RangeCheck | None) -> Gammas:

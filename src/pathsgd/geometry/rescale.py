@@ -50,7 +50,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
     for key, value in scales.items():
         for unit, c in _named(units, key, value):
             factors[unit] *= c
-    apply_scales(graph, tensors, units, factors)
+    apply_factors(tensors, units, factors)
 
 
 def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
@@ -110,7 +110,7 @@ def _not_rescalable(owner: str, index: int | None) -> str:
 
 
 @torch.no_grad()
-def apply_scales(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
+def apply_factors(tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
     """Multiplies every parameter entry by ``s[head] / s[tail]^degree``, on the same Parameters.
 
     Checked first, applied after: if a result would not be finite, nothing has changed.
@@ -121,7 +121,7 @@ def apply_scales(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors
     for name, edge in units.parameters.items():
         if bool((factors[edge.head] == 1).all()) and bool((factors[edge.tail] == 1).all()):
             continue
-        updated = rescaled(tensors[name], edge, factors)
+        updated = rescale_parameter(tensors[name], edge, factors)
         tiny = torch.finfo(updated.dtype).tiny
         lost = (updated.abs() < tiny) & (tensors[name].abs() >= tiny)
         if bool(lost.any()) or not bool(torch.isfinite(updated[torch.isfinite(tensors[name])]).all()):
@@ -134,7 +134,7 @@ def apply_scales(graph: PathGraph, tensors: Tensors, units: UnitClasses, factors
         parameter.copy_(updated)
 
 
-def rescaled(parameter: Tensor, edge: EdgeClasses, factors: Tensor) -> Tensor:
+def rescale_parameter(parameter: Tensor, edge: EdgeClasses, factors: Tensor) -> Tensor:
     """The entries of one parameter under a rescaling."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     head = factors[edge.head].to(parameter.device)
@@ -143,6 +143,22 @@ def rescaled(parameter: Tensor, edge: EdgeClasses, factors: Tensor) -> Tensor:
         tail = tail * factors[edge.tail].to(parameter.device)
     ratio = (head / tail).to(dtype)
     return (parameter.to(dtype) * ratio).to(parameter.dtype)
+
+
+def name_factors(units: UnitClasses, factors: Tensor) -> dict[str, Tensor]:
+    """Factors of classes as :func:`rescale` takes them, each class under one owner: a module, or else a
+    parameter."""
+    covered = torch.zeros(units.count, dtype=torch.bool)
+    covered[FIXED] = True
+    named: dict[str, Tensor] = {}
+    modules = [name for name in units.owners if name not in units.parameters]
+    for name in (*modules, *units.parameters):
+        classes = units.owners.get(name)
+        if classes is None or bool(covered[classes].all()):
+            continue
+        named[name] = torch.where(covered[classes], 1.0, factors[classes])
+        covered[classes] = True
+    return named
 
 
 def unbalance(
@@ -183,4 +199,4 @@ def unbalance(
     logarithms = torch.zeros(found.count, dtype=torch.float64)
     logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)
     factors = (logarithms / math.log(2)).round().exp2() if powers_of_two else logarithms.exp()
-    apply_scales(graph, tensors, found, factors)
+    apply_factors(tensors, found, factors)

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
+from pathsgd._torch import keep_backends
 from pathsgd.errors import TraceError
 from pathsgd.graph.rules import COPIES, MOVES
 
@@ -205,28 +206,9 @@ _ONE_AT_A_TIME = threading.RLock()
 """torch.export keeps state of the whole process."""
 
 
-@contextlib.contextmanager
-def _one_precision() -> Iterator[None]:
-    """torch.export asks cudnn for its one TF32 setting, and torch has no answer where convolutions or
-    recurrent layers were given their own. Nothing is computed here, so any will do meanwhile."""
-    own: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
-    saved = [kind.fp32_precision for kind in own]
-    try:
-        torch._C._get_cudnn_allow_tf32()
-    except RuntimeError:
-        torch._C._set_cudnn_allow_tf32(True)
-    try:
-        yield
-    finally:
-        # Export itself puts back the one setting, and with it what each kind had of its own.
-        for kind, value in zip(own, saved, strict=True):
-            if kind.fp32_precision != value:
-                kind.fp32_precision = value
-
-
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), _one_precision(), _quiet():
+        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), keep_backends(), _quiet():
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.gamma import Gammas, scales
+from pathsgd.geometry.gamma import Gammas, measure_gammas
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 
@@ -107,7 +107,9 @@ def gammas(
     if mapped and shared != "kappa1":
         raise PathError(f"shared={shared!r} cannot be computed under vmap; use 'kappa1'")
     try:
-        return scales(graph, tensors, p, exponents=False if mapped or compiling else None, shared=shared)
+        return measure_gammas(
+            graph, tensors, p, exponents=False if mapped or compiling else None, shared=shared
+        )
     except KeyError as missing:
         raise PathError(
             f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pathsgd.errors import PathError
-from pathsgd.geometry.gamma import Gamma, Gammas, scales
+from pathsgd.geometry.gamma import Gamma, Gammas, measure_gammas
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example, Inputs, trace
@@ -97,7 +97,9 @@ class GammaCache:
                 # Whether floats are enough depends on the weights, which a compiled or captured graph
                 # cannot look at: it does what the last step outside it did.
                 exponents = self.exponents.get(p, False)
-                return scales(graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared)
+                return measure_gammas(
+                    graph, graph.tensors(self.model), p, exponents=exponents, shared=self.shared
+                )
             self.check_identity()
             self._kept[p] = self._measured(graph, p)
             self.exponents[p] = self._kept[p].exponents
@@ -113,7 +115,7 @@ class GammaCache:
             if found is not None:
                 self._recorded_scales[p] = recorded
                 return found
-        found = scales(graph, tensors, p, shared=self.shared)
+        found = measure_gammas(graph, tensors, p, shared=self.shared)
         self._measurements += 1
         on_gpu = all(tensor.is_cuda for tensor in tensors.values())
         if on_gpu and self._measurements > WARM_UP and self.shared == "kappa1" and not found.exponents:

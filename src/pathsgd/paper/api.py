@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from pathsgd import PathError
-from pathsgd.console.extras import optional
-from pathsgd.console.machine import check_memory, device_of, share_out, weights_of
+from pathsgd.console.devices import find_device
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.tables import make_tables
@@ -31,7 +31,8 @@ from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults
 from pathsgd.paper.report import write_report
 from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.step_size_search import search_step_sizes
-from pathsgd.paper.training.initial_network import make_network
+from pathsgd.paper.training.initial_network import count_weights, make_network
+from pathsgd.paper.training.lanes import check_memory, choose_lanes
 from pathsgd.paper.training.run_loop import Checkpoints, find_record, train_run
 from pathsgd.paper.training.training_data import check_enough_points, prepare_data
 
@@ -231,8 +232,8 @@ def _conclude(results: StudyResults, progress: Progress, figures: bool) -> None:
 
 
 def _require_drawing() -> None:
-    optional("matplotlib", "drawing")
-    optional("jinja2", "the report")
+    import_optional("matplotlib", "drawing")
+    import_optional("jinja2", "the report")
 
 
 def _load(names: Sequence[str], setup: Setup, given: Mapping[str, Dataset] | None) -> dict[str, Dataset]:
@@ -257,14 +258,14 @@ def _open(
 ) -> Iterator[RunQueue]:
     """Locks the folder and sets the machine up for networks of this size."""
     out, progress = Path(out), progress or Progress()
-    device = device_of(setup.device)
-    weights = max(weights_of(data.features, config.hidden, data.classes) for data in datasets.values())
+    device = find_device(setup.device)
+    weights = max(count_weights(config, data) for data in datasets.values())
     check_memory(device, weights)
     lanes = setup.lanes if isinstance(setup, StudySetup) else None
     if config.tf32 and (lanes or 1) > 1:
         raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
     alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
-    lanes = share_out(device, weights, lanes, methods, alone)
+    lanes = choose_lanes(device, weights, lanes, methods, alone)
     with lock_folder(out):
         if setup.tensorboard:
             from pathsgd.paper.tensorboard import TensorBoardProgress

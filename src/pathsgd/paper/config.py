@@ -69,7 +69,8 @@ class Run:
     dropout: float = 0.0
     """probability with which a hidden unit is dropped"""
     net: str = "mlp"
-    """mlp: linear layers; conv: convolutions with pooling and one linear hidden layer"""
+    """mlp: linear layers; conv: convolutions with pooling and one linear hidden layer; package.module:make or
+    file.py:make: a network of your own, made by calling make(features, classes)"""
     hidden: tuple[int, ...] = (256, 256)
     """hidden units of each layer (conv: channels, then units)"""
     batch: int = 100
@@ -123,7 +124,14 @@ def _identity(config: Run | Seeds) -> dict[str, Any]:
 def _check_run(run: Run) -> None:
     seeds = dataclasses.asdict(run.seed)
     checks = [
-        (run.net in ("mlp", "conv"), f"Invalid net: {run.net!r} (mlp or conv)"),
+        (
+            run.net in ("mlp", "conv") or ":" in run.net,
+            f"Invalid net: {run.net!r} (mlp, conv or package.module:function)",
+        ),
+        (
+            ":" not in run.net or not run.dropout,
+            "dropout is for mlp and conv: a network of your own brings its own",
+        ),
         (0 < run.step_size < 1e38, f"Invalid step size: {run.step_size} (more than 0)"),
         *((0 <= s < 1 << 63, f"Invalid seed of {name}: {s} (at least 0)") for name, s in seeds.items()),
         (0 <= run.dropout < 1, f"Invalid dropout: {run.dropout} (at least 0, less than 1)"),
@@ -207,6 +215,8 @@ class Study:
         names = list(map(short_name, self.datasets))
         if len(set(names)) < len(names):
             raise PathError(f"--datasets: {', '.join(names)}: each needs a name of its own")
+        if self.net not in ("mlp", "conv"):
+            raise PathError(f"Invalid net: {self.net!r} (mlp or conv; only single runs take one of your own)")
         if self.repeats < 1:
             raise PathError(f"Invalid number of repeats: {self.repeats} (at least 1)")
         if not self.validation:
@@ -275,11 +285,11 @@ class Setup:
     """Where the data is and how runs are trained. Changes none of their numbers."""
 
     data_dir: Path | None = None
-    """folder of the data sets (default: $PATHSGD_DATA, or ~/.cache/pathsgd/data)"""
+    """folder of the data sets; by default $PATHSGD_DATA, or ~/.cache/pathsgd/data"""
     download: bool = True
     """download data sets that are missing"""
     device: str | None = None
-    """cpu, cuda, cuda:1 (default: a GPU if there is one)"""
+    """cpu, cuda, cuda:1; by default a GPU if there is one"""
     checkpoint_seconds: float = 30.0
     """save a run every so often; an interrupted one is resumed from there"""
     tensorboard: bool = False
@@ -295,6 +305,6 @@ class StudySetup(Setup):
     """The same for a study of many runs."""
 
     lanes: int | None = None
-    """runs at a time (default: three on a GPU; small networks on a CPU: one per core, at most 4)"""
+    """runs at a time; by default three on a GPU, small networks on a CPU one per core, at most 4"""
     replace: bool = False
     """let this study replace another in its folder"""

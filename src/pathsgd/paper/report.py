@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pathsgd.console.extras import optional
 from pathsgd.console.files import write_atomically
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import AGAINST, Claim
 from pathsgd.paper.analysis.tables import Table
 from pathsgd.paper.config import Study
@@ -32,7 +32,7 @@ def write_report(
     results: StudyResults, tables: list[Table], claims: list[Claim], figures: list[Path], path: Path
 ) -> None:
     """Writes everything into one page, figures included."""
-    jinja2 = optional("jinja2", "the report")
+    jinja2 = import_optional("jinja2", "the report")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,

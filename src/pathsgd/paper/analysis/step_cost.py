@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pathsgd import PathSGD
-from pathsgd.console.machine import allow_tf32, name_of
-from pathsgd.console.timing import captured, median_us
+from pathsgd.console.devices import allow_tf32, device_name
+from pathsgd.console.timing import capture, median_us
 from pathsgd.paper.config import Study
 from pathsgd.paper.records.study_results import DataInfo, StepCost
 from pathsgd.paper.training.initial_network import make_network
@@ -33,7 +33,7 @@ def measure_step_cost(study: Study, info: DataInfo, device: torch.device) -> Ste
     sgd_us, path_us = (statistics.median(times_of) for times_of in zip(*times, strict=True))
     name = "-".join(map(str, (math.prod(info.shape), *study.hidden, info.classes)))
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    return StepCost(name, name_of(device) + threads, sgd_us, path_us)
+    return StepCost(name, device_name(device) + threads, sgd_us, path_us)
 
 
 def _time_steps(study: Study, info: DataInfo, device: torch.device, seconds: float) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def _time_steps(study: Study, info: DataInfo, device: torch.device, seconds: flo
             optimizer.step()
 
         step()
-        return captured(step, device), step  # a CUDA graph does not keep what it works on: the step does
+        return capture(step, device), step  # a CUDA graph does not keep what it works on: the step does
 
     steps = {"sgd": make_step(path=False), "path": make_step(path=True)}
     found = median_us({name: replay for name, (replay, _) in steps.items()}, seconds, device)

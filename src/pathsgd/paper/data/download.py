@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pathsgd import PathError
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.file_checks import one_line, reading
 from pathsgd.paper.data.sources import Remote
 
@@ -19,8 +19,8 @@ TIMEOUT = 30.0
 
 def fetch(remote: Remote, folder: Path) -> None:
     """Downloads a file into a folder, where it appears once it is whole and has the right checksum."""
-    pooch = optional("pooch", f"downloading {remote.name}")
-    requests = optional("requests", f"downloading {remote.name}")
+    pooch = import_optional("pooch", f"downloading {remote.name}")
+    requests = import_optional("requests", f"downloading {remote.name}")
     target = folder / remote.name
     print(f"downloading {remote.url} ({remote.size / 1e6:.1f} MB) to {target}", file=sys.stderr)
     pooch.get_logger().setLevel("ERROR")  # what it would say is said here

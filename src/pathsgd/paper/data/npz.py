@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pathsgd import PathError
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.dataset import Dataset, check_learnable
 from pathsgd.paper.data.file_checks import one_line
 
@@ -54,7 +54,7 @@ def read_npz(name: str, path: Path) -> Dataset:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    numpy = optional("numpy", f"reading {path.name}")
+    numpy = import_optional("numpy", f"reading {path.name}")
     try:
         with zipfile.ZipFile(path) as archive:
             sizes = {info.filename.removesuffix(".npy"): info.file_size for info in archive.infolist()}

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import torch
 
 from pathsgd import PathError
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.dataset import Split
 from pathsgd.paper.data.file_checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, reading
 
@@ -22,7 +22,7 @@ INFLATED = 2 << 30
 
 
 def read_svhn(path: Path) -> Split:
-    matlab = optional("scipy.io", f"reading {path.name}")
+    matlab = import_optional("scipy.io", f"reading {path.name}")
     with reading(path), path.open("rb") as stream:
         _check_inflated(stream, path)
         stream.seek(0)

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from pathsgd.console.extras import optional
 from pathsgd.console.files import write_atomically
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.figures.curves import first_part
 from pathsgd.paper.figures.figure1 import draw_figure1
 from pathsgd.paper.figures.learning_curves import draw_learning
@@ -20,7 +20,7 @@ DPI = 150
 def draw_all(results: StudyResults, folder: Path) -> list[Path]:
     """Writes ``figure1`` to ``figure5`` and says where. What was not run has no figure: a study without
     dropout has no 3 and 5, one that only has dropout no 2 and 4."""
-    matplotlib = optional("matplotlib", "drawing")
+    matplotlib = import_optional("matplotlib", "drawing")
     epochs = results.study.epochs
     part = first_part(epochs)
     written = []

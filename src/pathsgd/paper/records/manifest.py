@@ -15,7 +15,7 @@ import torch
 
 import pathsgd
 from pathsgd import PathError
-from pathsgd.console.machine import name_of
+from pathsgd.console.devices import device_name
 from pathsgd.paper.records.json_files import read_json, write_json
 
 PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
@@ -47,7 +47,7 @@ def _manifest(device: torch.device) -> Manifest:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "system": f"{platform.system()} {platform.machine()}",
-        "device": name_of(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
 

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from pathsgd import PathError, PathGraph, trace, unbalance
 from pathsgd.console.networks import stack
-from pathsgd.paper.config import Run
+from pathsgd.paper.config import Run, Study
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.training.training_data import TrainingData
+from pathsgd.paper.training.user_network import is_user_network, make_user_network
 
 Shape = tuple[int, ...]
 
 
-def make_initial_network(run: Run, data: TrainingData) -> tuple[nn.Sequential, PathGraph]:
+def make_initial_network(run: Run, data: TrainingData) -> tuple[nn.Module, PathGraph]:
     """The network with its initial weights, on the CPU, and its graph."""
-    model = make_network(run.net, data.shape, run.hidden, data.classes)
-    graph = trace_network(run, data)
-    initialise(model, torch.Generator().manual_seed(run.seed.init))
+    model: nn.Module
+    if is_user_network(run.net):
+        model, graph = make_user_network(run.net, math.prod(data.shape), data.classes, run.seed.init)
+    else:
+        model = make_network(run.net, data.shape, run.hidden, data.classes)
+        graph = trace_network(run, data)
+        initialise(model, torch.Generator().manual_seed(run.seed.init))
     if run.init != "balanced":
         generator = torch.Generator().manual_seed(run.seed.rescaling)
         unbalance(model, graph, generator=generator, powers_of_two=run.init == "powers-of-two")
     return model, graph
+
+
+def count_weights(config: Run | Study, data: Dataset) -> int:
+    """The number of weights of a network; of mlp and conv without biases."""
+    if is_user_network(config.net):
+        model, _ = make_user_network(config.net, data.features, data.classes, 0)
+        return sum(parameter.numel() for parameter in model.parameters())
+    widths = (data.features, *config.hidden, data.classes)
+    return sum(math.prod(pair) for pair in pairwise(widths))
 
 
 def make_network(net: str, shape: Shape, hidden: Shape, classes: int) -> nn.Sequential:

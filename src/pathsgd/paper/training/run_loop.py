@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pathsgd.console.machine import allow_tf32
+from pathsgd.console.devices import allow_tf32
 from pathsgd.paper.config import Run
 from pathsgd.paper.records.run_folder import Metrics, RunFolder, RunRecord, Status
 from pathsgd.paper.training.cuda_graph import use_own_streams

@@ -18,6 +18,7 @@ from pathsgd.paper.training.cuda_graph import CapturedSteps
 from pathsgd.paper.training.dropout import drop_units
 from pathsgd.paper.training.initial_network import make_initial_network
 from pathsgd.paper.training.training_data import TrainingData
+from pathsgd.paper.training.user_network import is_user_network
 
 EVALUATED = 10_000
 """Points evaluated at a time."""
@@ -51,6 +52,7 @@ class Trainer:
         self.run, self.data, self.capture_stream = run, data, capture_stream
         self.device = data.train_x.device
         self.model, graph = make_initial_network(run, data)
+        self.is_user_network = is_user_network(run.net)
         self.model.to(self.device)
         self.optimizer = find_method(run.method).make(self.model, graph, run.step_size, run.p)
         self.order_generator = torch.Generator().manual_seed(run.seed.order)
@@ -67,7 +69,12 @@ class Trainer:
             # is measured may differ in the last bit.
             self.optimizer.refresh()
         points = order[: len(self.outputs)]
-        if self.device.type == "cuda":
+        if self.is_user_network:
+            # Its dropout draws from torch's own generators: seeded here, a resumed run draws the same.
+            draw = torch.randint(1 << 62, (), generator=self.dropout_generator, device=self.device)
+            torch.manual_seed(int(draw))
+        self.model.train()
+        if self.device.type == "cuda" and not self.is_user_network:
             self._captured = self._captured or CapturedSteps(self)
             self._captured.train_epoch(points)
         elif not self.train_batches(points):
@@ -97,6 +104,8 @@ class Trainer:
         return before
 
     def _forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.model, nn.Sequential) or self.is_user_network:
+            return self.model(x)
         for layer in self.model:
             if isinstance(layer, nn.Linear) and x.is_cuda:
                 # The layer leaves its bias to cuBLAS, which for a batch of a hundred then takes a product
@@ -111,6 +120,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor) -> LossAndError:
         """Loss and error of the network without dropout."""
+        self.model.eval()
         return _measure(torch.cat([self.model(part) for part in x.split(EVALUATED)]), y)
 
     def state_dict(self) -> dict[str, Any]:

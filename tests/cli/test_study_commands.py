@@ -249,12 +249,3 @@ def test_a_full_disk(tmp_path):
     assert not (folder / "result.json").exists()
     assert {path.name for path in folder.iterdir()} == {"config.json", "manifest.json", "metrics.jsonl"}
     assert command(*arguments) == 0
-
-
-def test_help_reads_like_documentation(capsys):
-    for name in cli.COMMANDS:
-        with pytest.raises(SystemExit, match="0"):
-            command(name, "--help")
-        printed = capsys.readouterr().out
-        assert len(printed.splitlines()) > 8
-        assert all(len(line) <= 120 for line in printed.splitlines())

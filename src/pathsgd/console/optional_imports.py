@@ -8,8 +8,12 @@ from typing import Any
 from pathsgd.errors import PathError
 
 
-def optional(module: str, purpose: str) -> Any:
-    """A module of the extra `paper`, imported when something needs it."""
+def import_optional(module: str, purpose: str) -> Any:
+    """Imports a module of the extra ``paper`` when it is needed.
+
+    Raises:
+        PathError: It is not installed; says how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

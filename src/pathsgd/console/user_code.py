@@ -1,5 +1,5 @@
-"""From ``package.module:name`` or ``file.py:name`` to a model. Whatever the user's code raises on the way is
-told in one line; this is the only part of the command that runs code it was pointed at."""
+"""From ``package.module:name`` or ``file.py:name`` to a user's model. An exception in the user's code becomes
+a PathError of one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,44 +21,44 @@ from pathsgd.errors import PathError
 
 
 @dataclass(frozen=True)
-class Target:
-    """A name in a module, and where the module is to be found."""
+class Reference:
+    """A name in a module, and where the module is found."""
 
     text: str
     module: str
-    """Dotted; for a file in a package its name in that package, for a lone file only the stem."""
+    """Dotted; for a file in a package its name in that package, for any other file its stem."""
     name: str
     folder: Path
     """What has to be on the import path."""
     file: Path | None = None
 
     @staticmethod
-    def parse(text: str) -> Target:
+    def parse(text: str) -> Reference:
         """
-        >>> target = Target.parse("mypkg.models:resnet.small")
-        >>> target.module, target.name
+        >>> reference = Reference.parse("mypkg.models:resnet.small")
+        >>> reference.module, reference.name
         ('mypkg.models', 'resnet.small')
         """
         where, _, name = text.rpartition(":")
-        if not where or not all(part.isidentifier() for part in name.split(".")):
+        if not where or not _is_dotted(name):
             raise PathError(f"expected package.module:name or path/to/file.py:name, got {text!r}")
         if not where.endswith(".py"):
-            if not all(part.isidentifier() for part in where.split(".")):
+            if not _is_dotted(where):
                 raise PathError(
                     f"{where!r} is neither a module (package.module) nor a file (path/to/file.py)"
                 )
-            return Target(text, where, name, Path.cwd())
+            return Reference(text, where, name, Path.cwd())
         file = Path(where).resolve()
         if not file.is_file():
             raise PathError(f"there is no file {where}")
         parts, folder = [file.stem], file.parent
         while (folder / "__init__.py").is_file():
             parts, folder = [folder.name, *parts], folder.parent
-        return Target(text, ".".join(parts), name, folder, file)
+        return Reference(text, ".".join(parts), name, folder, file)
 
     @contextmanager
     def importable(self) -> Iterator[None]:
-        """The target's folder and the current one come first, as they do for a script."""
+        """Puts the module's folder and the current one first on the import path, as for a script."""
         added = list(dict.fromkeys([str(self.folder), os.getcwd()]))
         sys.path[:0] = added
         importlib.invalidate_caches()
@@ -69,41 +69,45 @@ class Target:
                 if folder in sys.path:
                     sys.path.remove(folder)
 
-    def model(self, arguments: Mapping[str, Any]) -> nn.Module:
-        """The model, made by calling what has this name unless that is a model already."""
-        found = self._named(self._imported())
+    def make_model(self, *arguments: Any, **keywords: Any) -> nn.Module:
+        """Calls what has this name; a model already made is returned as it is.
+
+        Raises:
+            PathError: It cannot be imported or called, or is no model.
+        """
+        found = self._find(self._import())
         if isinstance(found, nn.Module):
-            if arguments:
+            if keywords:
                 raise PathError(f"{self.text} is a model already: --arguments are for a factory")
             return found
         if not callable(found):
             raise PathError(f"{self.text} is a {type(found).__name__}, not a model or a factory of models")
         try:
-            made = found(**arguments)
+            made = found(*arguments, **keywords)
         except (Exception, SystemExit) as error:
-            raise PathError(f"{self.text} raised {said(error)}") from error
+            raise PathError(f"{self.text} raised {describe(error)}") from error
         if not isinstance(made, nn.Module):
             raise PathError(f"{self.text} returned a {type(made).__name__}, not an nn.Module")
         return made
 
-    def _imported(self) -> ModuleType:
+    def _import(self) -> ModuleType:
         try:
             if self.file is not None and "." not in self.module:
-                return _from_file(self.file)
+                return _import_file(self.file)
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name and f"{self.module}.".startswith(f"{error.name}."):
                 raise PathError(
-                    f"there is no module {error.name!r}, in the current folder or among what is installed"
+                    f"there is no module {error.name!r} in the current folder or among installed packages"
                 ) from error
-            raise PathError(f"importing {self.module} raised {said(error)}") from error
+            raise PathError(f"importing {self.module} raised {describe(error)}") from error
         except (Exception, SystemExit) as error:
-            raise PathError(f"importing {self.file or self.module} raised {said(error)}") from error
+            raise PathError(f"importing {self.file or self.module} raised {describe(error)}") from error
         if self.file is not None and Path(module.__file__ or "").resolve() != self.file:
             raise PathError(f"{self.file} is {self.module}, which was imported from {module.__file__}")
         return module
 
-    def _named(self, module: ModuleType) -> Any:
+    def _find(self, module: ModuleType) -> Any:
         found: Any = module
         reached = self.text.rpartition(":")[0]
         for part in self.name.split("."):
@@ -115,9 +119,24 @@ class Target:
         return found
 
 
-def _from_file(file: Path) -> ModuleType:
-    """A file that is in no package, under a name that hides no module of the same stem."""
-    name = f"_pathsgd_inspected_{file.stem}"
+def describe(error: BaseException) -> str:
+    """An exception in the user's code in one line, with the place where it was raised."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    # A call with wrong arguments fails here, and a syntax error names its own place.
+    if not frames or frames[-1].filename == __file__ or frames[-1].filename.startswith("<"):
+        return text
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Imports a file that is in no package, under a name that hides no module of the same stem."""
+    name = f"_pathsgd_user_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -129,14 +148,3 @@ def _from_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def said(error: BaseException) -> str:
-    """An exception of the user's code in one line, with the place where it was raised."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    # A call with wrong arguments fails here, and a syntax error names its own place.
-    if not frames or frames[-1].filename == __file__ or frames[-1].filename.startswith("<"):
-        return text
-    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})"

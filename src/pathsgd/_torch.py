@@ -1,0 +1,110 @@
+"""Every private name of torch that this library uses, with the reason; tried with torch 2.11 and 2.13.
+
+The rest of the library imports these from here, so that a new torch breaks one file. A test finds strays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import _trace
+from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
+from torch.utils import _pytree
+
+# Structures of inputs: torch.utils.pytree, the public name, is still experimental.
+tree_map: Callable[..., Any] = _pytree.tree_map
+tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+# What torch.optim's own optimizers decorate step() with, for differentiable=True.
+use_grad_for_differentiable: Callable[[Any], Any] = _use_grad_for_differentiable
+
+
+def defaults_to_foreach(params: list[Tensor], differentiable: bool) -> bool:
+    """Whether torch.optim would take the multi-tensor form for these parameters."""
+    return _default_to_fused_or_foreach(params, differentiable, use_fused=False)[1]
+
+
+def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
+    """``torch._foreach_<operation>``: one launch for many tensors, as in torch.optim's multi-tensor forms."""
+    return getattr(torch, f"_foreach_{operation}")(tensors, *others, **options)
+
+
+def is_compiling() -> bool:
+    """Whether this very code is being traced by torch.compile.
+
+    ``torch.compiler.is_compiling()`` will not do: it is also true in every other thread while one thread runs
+    ``torch.export.export``.
+    """
+    return torch.compiler.is_dynamo_compiling()
+
+
+def is_capturing() -> bool:
+    """Whether this step is being compiled or captured in a CUDA graph, so that no value can be looked at."""
+    return is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether vmap is at work on a tensor, at any level of nested torch.func transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def version(tensor: Tensor) -> int:
+    """torch's count of in-place writes to a tensor; writes through ``.data`` and numpy are not counted."""
+    return tensor._version
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module inside the wrapper of torch.compile, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def operator_schema(target: object) -> Any:
+    """The schema of an ATen operator in an exported program; None for anything else."""
+    return getattr(target, "_schema", None)
+
+
+def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """The pre- and post-hooks that users registered on an optimizer's load_state_dict."""
+    return (
+        list(optimizer._optimizer_load_state_dict_pre_hooks.values()),
+        list(optimizer._optimizer_load_state_dict_post_hooks.values()),
+    )
+
+
+# Settings of the process. torch.backends refuses to set them once they were frozen; the C functions do not.
+
+
+def get_cudnn_benchmark() -> bool:
+    return torch._C._get_cudnn_benchmark()
+
+
+def set_cudnn_benchmark(enabled: bool) -> None:
+    torch._C._set_cudnn_benchmark(enabled)
+
+
+def allow_cudnn_tf32(allowed: bool) -> None:
+    torch._C._set_cudnn_allow_tf32(allowed)
+
+
+@contextmanager
+def keep_backends() -> Iterator[None]:
+    """Keeps torch.export from turning mkldnn, nnpack and cudnn off for the whole process while it runs.
+
+    Nothing is computed during an export, but a training in another thread would round differently meanwhile.
+    """
+    original = _trace._ignore_backend_decomps
+    _trace._ignore_backend_decomps = nullcontext  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _trace._ignore_backend_decomps = original
