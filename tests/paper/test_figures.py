@@ -228,7 +228,7 @@ def test_the_report_holds_everything(content):
     assert set(badges) == {"badge held", "badge not-held", "badge not-tested"}
     for text in (
         "largest difference 0 < 1", "Errors & <b>more</b>", "a < b", "2.13%", "epoch 7", "diverged",
-        "stopped", "none ended well", "the loss was not finite in epoch 4", "CPU & more", "2.x<y>",
+        "stopped", "no step size ended well", "the loss was not finite in epoch 4", "CPU & more", "2.x<y>",
         "not known", "0123456789abcdef", "MNIST", "search epochs",
     ):  # fmt: skip
         assert text in page.text, text
