@@ -1,4 +1,4 @@
-"""The report of a study: one HTML page, rendered from the template report.html."""
+"""The report of a study: one HTML page, rendered from the template html_report.html."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from pathsgd.console.files import write_atomically
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import AGAINST, Claim
-from pathsgd.paper.analysis.tables import Table, tabulate_choices
+from pathsgd.paper.analysis.study_tables import Table, tabulate_choices
 from pathsgd.paper.config import Study
 from pathsgd.paper.config_json import field_docs
 from pathsgd.paper.figures.captions import caption
@@ -39,7 +39,7 @@ def write_report(
     )  # fmt: skip
     environment.filters["numeric_columns"] = _find_numeric_columns
     study, flat = results.study, [dict(_flatten(one)) for one in results.manifests]
-    page = environment.get_template("report.html").render(
+    page = environment.get_template("html_report.html").render(
         title=f"Path-SGD on {', '.join(map(title_of, study.datasets))}",
         lede=_lede(results),
         study=study,
