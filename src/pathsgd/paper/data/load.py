@@ -11,9 +11,8 @@ from pathsgd.paper.data.archive import unpack
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.digits import read_digits
 from pathsgd.paper.data.download import check_sha256, fetch
-from pathsgd.paper.data.local_files import LocalFiles, find_files
 from pathsgd.paper.data.npz import read_npz
-from pathsgd.paper.data.sources import SOURCES, DatasetSource
+from pathsgd.paper.data.sources import SOURCES, DatasetSource, LocalFiles
 from pathsgd.paper.records.folder_lock import lock_folder
 
 
@@ -69,18 +68,18 @@ def _expand_home(path: str) -> Path:
 
 def obtain(source: DatasetSource, data_dir: Path, download: bool) -> dict[str, Path]:
     """The paths of a data set's files, downloaded or unpacked where they are missing. Found ones are kept."""
-    found = find_files(source, data_dir)
+    found = source.find_files(data_dir)
     archive = source.archive
     if found.missing and (download or (archive is not None and (data_dir / archive.name).is_file())):
         with lock_folder(data_dir, "--data-dir or PATHSGD_DATA", wait=True):
-            found = find_files(source, data_dir)  # another process may have written them
+            found = source.find_files(data_dir)  # another process may have written them
             if archive is not None and found.missing:
                 _unpack(source, data_dir, found)
             elif archive is None:
                 for remote in source.remotes:
                     if remote.name in found.missing:
                         fetch(remote, found.folder)
-        found = find_files(source, data_dir)
+        found = source.find_files(data_dir)
     if found.missing:
         raise PathError(describe_missing(source, data_dir, found))
     return found.paths
