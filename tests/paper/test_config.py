@@ -37,14 +37,14 @@ class LaterRun(Run):
     """A run with fields that were added after runs had been recorded."""
 
     warmup: int = 0
-    schedule: tuple[float, ...] = ()
+    schedule: list[float] = dataclasses.field(default_factory=list)
 
 
 def test_a_new_field_changes_names_only_off_its_default():
     values = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(Run)}
     later = LaterRun(**values)
     assert later.name == SMALL.name
-    names = {SMALL.name} | {LaterRun(**values, **new).name for new in ({"warmup": 1}, {"schedule": (0.1,)})}
+    names = {SMALL.name} | {LaterRun(**values, **new).name for new in ({"warmup": 1}, {"schedule": [0.1]})}
     for noise in (0, 1):
         names.add(LaterRun(**{**values, "seed": LaterSeeds(noise=noise)}).name)
     assert len(names) == 4
