@@ -16,7 +16,7 @@ from pathsgd.paper.config import Cell
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.curves import curve_of, error_range, first_part, loss_range
-from pathsgd.paper.figures.figure1 import compared
+from pathsgd.paper.figures.figure1 import find_pair
 from pathsgd.paper.figures.learning_curves import draw_learning
 from pathsgd.paper.figures.one_step_examples import explosion, poor_updates
 from pathsgd.paper.report import write_report
@@ -61,7 +61,7 @@ def test_one_method_twice_gives_the_same_bytes(tmp_path):
         write_report(results, TABLES, CLAIMS, drawn, folder / "report.html")
         content.append([path.read_bytes() for path in [*drawn, folder / "report.html"]])
     assert content[0] == content[1]
-    assert compared(results) is None
+    assert find_pair(results) is None
     assert "Nothing to show" in caption("figure1", results)
 
 

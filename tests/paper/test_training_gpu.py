@@ -1,4 +1,4 @@
-"""Training on a GPU, for every method: replayed CUDA graphs against single steps, the GPU against the CPU, resumed
+"""Training on a GPU, for every method: CUDA graphs against single steps, the GPU against the CPU, resumed
 runs against whole ones, and runs in threads against each alone."""
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +18,13 @@ from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.tables import make_tables
 from pathsgd.paper.config import Run, Setup, Study, StudySetup
-from pathsgd.paper.config_json import from_json
 from pathsgd.paper.data.dataset import Dataset, check_learnable, short_name
 from pathsgd.paper.data.load import load
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.optimizers import METHODS
 from pathsgd.paper.progress import Progress
 from pathsgd.paper.records.folder_lock import lock_folder
-from pathsgd.paper.records.json_files import read_json, write_json
+from pathsgd.paper.records.json_files import encode, read_json, write_json
 from pathsgd.paper.records.manifest import add_manifest
 from pathsgd.paper.records.run_folder import RunFolder, RunRecord
 from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults
@@ -300,9 +300,13 @@ def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, Data
     with torch.device("meta"):
         for data in queue.datasets.values():
             make_network(study.net, data.shape, study.hidden, data.classes)
-    infos = {name: DataInfo.of(data) for name, data in queue.datasets.items()}
-    out = queue.out
-    different = _find_differences(out, study, infos)
+    infos, out = {name: DataInfo.of(data) for name, data in queue.datasets.items()}, queue.out
+    study_fields, data_fields = (
+        dataclasses.asdict(study),
+        {n: dataclasses.asdict(i) for n, i in infos.items()},
+    )
+    different = _find_differences(out / "study.json", study_fields, dataclasses.asdict(Study()))
+    different += [f"data of {short_name(n)}" for n in _find_differences(out / "data.json", data_fields, {})]
     if different and not replace:
         raise PathError(
             f"{out} holds another study ({', '.join(different)} differ): choose another folder (--out), or "
@@ -310,38 +314,23 @@ def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, Data
         )
     if different:
         stale = ["choices.json", "claims.json", "cost.json", "report.html"]
-        runs = [
-            run for cell in study.cells() for run in study.search_runs(cell, infos[cell.dataset].checksum)
-        ]
+        runs = [r for cell in study.cells() for r in study.search_runs(cell, infos[cell.dataset].checksum)]
         if all(RunFolder(queue.runs, run).find_record() is None for run in runs):
             stale.append("manifest.json")
         for name in stale:
             (out / name).unlink(missing_ok=True)
-    write_json(out / "study.json", dataclasses.asdict(study))
-    write_json(out / "data.json", {name: dataclasses.asdict(info) for name, info in infos.items()})
+    write_json(out / "study.json", study_fields)
+    write_json(out / "data.json", data_fields)
     return infos
 
 
-def _find_differences(out: Path, study: Study, infos: Mapping[str, DataInfo]) -> list[str]:
-    """The fields in which a folder holds another study. A field that its file lacks is at its default."""
-
-    def read(name: str, parse: Any) -> Any:
-        path = out / name
-        try:
-            return parse(read_json(path, dict), str(path)) if path.exists() else None
-        except PathError:
-            return name
-
-    def parse_data(values: dict[str, Any], where: str) -> dict[str, DataInfo]:
-        return {name: from_json(DataInfo, info, where) for name, info in values.items()}
-
-    old_study = read("study.json", lambda values, where: from_json(Study, values, where))
-    old_data = read("data.json", parse_data)
-    different = [old for old in (old_study, old_data) if isinstance(old, str)]
-    if isinstance(old_study, Study):
-        names = [field.name for field in dataclasses.fields(Study)]
-        different += [name for name in names if getattr(study, name) != getattr(old_study, name)]
-    if isinstance(old_data, dict):
-        names = [name for name in {**old_data, **infos} if old_data.get(name) != infos.get(name)]
-        different += [f"data of {short_name(name)}" for name in names]
-    return different
+def _find_differences(path: Path, values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """The entries in which a JSON file is not this; an entry that it lacks is at its default."""
+    if not path.exists():
+        return []
+    try:
+        found = read_json(path, dict)
+    except PathError:
+        return [path.name]
+    found, values = json.loads(encode({**defaults, **found})), json.loads(encode(values))
+    return [name for name in {**found, **values} if found.get(name) != values.get(name)]

@@ -49,11 +49,3 @@ def check_labels(labels: Tensor, classes: int, path: Path, *, first: int = 0) ->
             f"{path} has labels from {lowest} to {largest}, expected {first} to {first + classes - 1}: "
             f"{RENEW}"
         )
-
-
-def check_counts(images: int, images_path: Path, labels: int, labels_path: Path) -> None:
-    if images != labels:
-        raise PathError(
-            f"{images_path} has {images} images and {labels_path.name} {labels} labels, expected as many: "
-            "put the two files of one data set there"
-        )

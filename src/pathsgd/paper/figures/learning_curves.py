@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pathsgd.paper.config import Cell
-from pathsgd.paper.figures.curves import Curve, Range, curve_of, error_range, loss_range, settled
+from pathsgd.paper.figures.curves import AxisRange, Curve, curve_of, error_range, loss_range, settled
 from pathsgd.paper.figures.style import LINES, clean_axes, drawable, format_percent, method_style, title_of
-from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.optimizers import METHODS
 from pathsgd.paper.records.run_folder import RunRecord
 from pathsgd.paper.records.study_results import StudyResults
 
@@ -21,15 +21,15 @@ COLUMNS = {
 MARKS = 8
 """On a curve, whatever its length."""
 
-NAMED = 3
+MOST_NOTES = 3
 """Curves out of range, above a panel; more of them would take its place."""
 
 CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
 
 
 @dataclass(frozen=True)
-class Look:
-    """Of one cell's curve."""
+class CurveStyle:
+    """How the curve of one cell is drawn."""
 
     colour: str
     marker: str
@@ -61,7 +61,7 @@ def draw_learning(results: StudyResults, name: str, dropout: bool, last: int) ->
     for own, (dataset, d) in zip(panels, rows, strict=True):
         cells = {c: runs for c, runs in results.finals.items() if (c.dataset, c.dropout) == (dataset, d)}
         above.append([
-            _panel(axes, cells, column, last, quiet=dropout)
+            _draw_panel(axes, cells, column, last, quiet=dropout)
             for axes, column in zip(own, COLUMNS, strict=True)
         ])  # fmt: skip
         label = drawable(title_of(dataset)) + (f"\ndropout {d:g}" if len(dropouts) > 1 else "")
@@ -70,7 +70,7 @@ def draw_learning(results: StudyResults, name: str, dropout: bool, last: int) ->
         axes.set_title(title, pad=6 + 10 * max(above[0]))
     for axes in panels[-1]:
         axes.set_xlabel("epoch")
-    _legend(figure, results, rows, last, quiet=dropout)
+    _draw_legend(figure, results, rows, last, quiet=dropout)
     figure.suptitle(f"{name}. {_heading(results, dropout, last)}", fontsize=11)
     return figure
 
@@ -83,46 +83,44 @@ def _heading(results: StudyResults, dropout: bool, last: int) -> str:
     return f"Learning curves {how}, {epochs}{repeats}"
 
 
-def look_of(cell: Cell, quiet: bool, traced: bool) -> Look:
+def style_of(cell: Cell, quiet: bool, traced: bool) -> CurveStyle:
     """``quiet``: unbalanced starts in the background. ``traced``: a line of its own, not marks on another."""
     colour, marker = method_style(cell.method)
     if not traced:
-        return Look(colour, marker, "none", 0.0, filled=False, band=False)
+        return CurveStyle(colour, marker, "none", 0.0, filled=False, band=False)
     balanced = cell.init == "balanced"
-    width = 1.9 if find_method(cell.method).invariant else 1.5
+    width = 1.9 if METHODS[cell.method].invariant else 1.5
     if quiet and not balanced:
         width = 0.9
-    return Look(colour, marker, LINES[cell.init], width, filled=balanced, band=balanced or not quiet)
+    return CurveStyle(colour, marker, LINES[cell.init], width, filled=balanced, band=balanced or not quiet)
 
 
 def is_traced(cell: Cell, cells: dict[Cell, list[RunRecord]]) -> bool:
     """A rescaled start of an invariant method is drawn as marks: its line would be hidden by the balanced."""
     twin = Cell(cell.dataset, cell.dropout, "balanced", cell.method)
-    return cell.init == "balanced" or not find_method(cell.method).invariant or not cells.get(twin)
+    return cell.init == "balanced" or not METHODS[cell.method].invariant or not cells.get(twin)
 
 
-def _panel(axes: Any, cells: dict[Cell, list[RunRecord]], column: str, last: int, quiet: bool) -> int:
+def _draw_panel(axes: Any, cells: dict[Cell, list[RunRecord]], column: str, last: int, quiet: bool) -> int:
     """Draws it; how many lines of notes stand above it."""
     curves = {cell: curve_of(runs, column, last) for cell, runs in cells.items() if runs}
     curves = {cell: curve for cell, curve in curves.items() if curve.mean}
-    shown = _range(curves, cells, column, last)
+    shown = _choose_range(curves, cells, column, last)
     lost = [cell for cell, runs in cells.items() if not runs and column == "train_loss"]
-    notes = _named([f"{label_of(cell)}: no step size ended well" for cell in lost], "without a step size")
+    notes = _limit_notes(
+        [f"{label_of(cell)}: no step size ended well" for cell in lost], "without a step size"
+    )
     beyond: list[str] = []
     for k, (cell, curve) in enumerate(curves.items()):
-        look = look_of(cell, quiet, is_traced(cell, cells))
-        draw_curve(axes, curve, look, shown, offset=k / len(curves), last=last)
+        style = style_of(cell, quiet, is_traced(cell, cells))
+        draw_curve(axes, curve, style, shown, offset=k / len(curves), last=last)
         arrow = shown.leaves(curve.values(settled(last)))
         if arrow:
-            beyond.append(f"{label_of(cell)}: {_value(curve.last, column)} {arrow}")
-    if shown.log:
-        axes.set_yscale("log")
-    axes.set_xlim(-0.01 * last, last * 1.01)
-    axes.set_ylim(shown.low, shown.high)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+            beyond.append(f"{label_of(cell)}: {_format_end(curve.last, column)} {arrow}")
+    set_ranges(axes, shown, last)
     if column != "train_loss":
         _percent_axis(axes)
-    notes += _named(beyond, "curves beyond")
+    notes += _limit_notes(beyond, "curves beyond")
     clean_axes(axes)
     # Above the panel: inside, whatever is up there would run through it.
     axes.annotate(
@@ -132,11 +130,21 @@ def _panel(axes: Any, cells: dict[Cell, list[RunRecord]], column: str, last: int
     return len(notes)
 
 
-def _named(notes: list[str], many: str) -> list[str]:
-    return notes if len(notes) <= NAMED else [f"{len(notes)} {many}"]
+def set_ranges(axes: Any, shown: AxisRange, last: int) -> None:
+    if shown.log:
+        axes.set_yscale("log")
+    axes.set_xlim(-0.01 * last, last * 1.01)
+    axes.set_ylim(shown.low, shown.high)
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _range(curves: dict[Cell, Curve], cells: dict[Cell, list[RunRecord]], column: str, last: int) -> Range:
+def _limit_notes(notes: list[str], many: str) -> list[str]:
+    return notes if len(notes) <= MOST_NOTES else [f"{len(notes)} {many}"]
+
+
+def _choose_range(
+    curves: dict[Cell, Curve], cells: dict[Cell, list[RunRecord]], column: str, last: int
+) -> AxisRange:
     """From the balanced runs that ended, so that a curve that went wrong does not flatten the others."""
     well = [
         curve
@@ -148,22 +156,24 @@ def _range(curves: dict[Cell, Curve], cells: dict[Cell, list[RunRecord]], column
 
 
 def draw_curve(
-    axes: Any, curve: Curve, look: Look, shown: Range, offset: float, last: int, label: str = ""
+    axes: Any, curve: Curve, style: CurveStyle, shown: AxisRange, offset: float, last: int, label: str = ""
 ) -> None:
     epochs = range(len(curve.mean))
     every = max(1, math.ceil((last + 1) / MARKS))
     # Each curve has its marks elsewhere, so that they do not cover each other; marks alone need no line.
     start = int(offset * every)
-    order = 4 if look.line == "none" else 3
-    axes.plot(epochs, curve.mean, markevery=(start, every), zorder=order, label=label, **look.options())
-    if look.band and any(low < high for low, high in zip(curve.low, curve.high, strict=True)):
-        axes.fill_between(epochs, curve.low, curve.high, color=look.colour, alpha=0.16, linewidth=0, zorder=2)
+    order = 4 if style.line == "none" else 3
+    axes.plot(epochs, curve.mean, markevery=(start, every), zorder=order, label=label, **style.options())
+    if style.band and any(low < high for low, high in zip(curve.low, curve.high, strict=True)):
+        axes.fill_between(
+            epochs, curve.low, curve.high, color=style.colour, alpha=0.16, linewidth=0, zorder=2
+        )
     for first, values in curve.rest:
         places = range(first, first + len(values))
-        axes.plot(places, values, color=look.colour, linestyle=look.line, linewidth=0.8, zorder=3)
+        axes.plot(places, values, color=style.colour, linestyle=style.line, linewidth=0.8, zorder=3)
     for epoch, value in curve.ends:
         inside = min(max(value, shown.low), shown.high)
-        axes.plot([epoch], [inside], color=look.colour, clip_on=False, zorder=7, **CROSS)
+        axes.plot([epoch], [inside], color=style.colour, clip_on=False, zorder=7, **CROSS)
 
 
 def _percent_axis(axes: Any) -> None:
@@ -174,15 +184,15 @@ def _percent_axis(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
 
 
-def _value(value: float, column: str) -> str:
+def _format_end(value: float, column: str) -> str:
     return f"{value:.3g}" if column == "train_loss" else format_percent(value)
 
 
 def label_of(cell: Cell) -> str:
-    return f"{find_method(cell.method).label}, {cell.init}"
+    return f"{METHODS[cell.method].label}, {cell.init}"
 
 
-def _legend(
+def _draw_legend(
     figure: Any, results: StudyResults, rows: list[tuple[str, float]], last: int, quiet: bool
 ) -> None:
     from matplotlib.lines import Line2D
@@ -191,8 +201,8 @@ def _legend(
     cells = [cell for cell, runs in results.finals.items() if runs and (cell.dataset, cell.dropout) in rows]
     # By method: a column of the legend for each.
     for cell in sorted(cells, key=lambda cell: results.study.methods.index(cell.method)):
-        look = look_of(cell, quiet, is_traced(cell, results.finals))
-        handles.setdefault(label_of(cell), Line2D([], [], label=label_of(cell), **look.options()))
+        style = style_of(cell, quiet, is_traced(cell, results.finals))
+        handles.setdefault(label_of(cell), Line2D([], [], label=label_of(cell), **style.options()))
     if any(curve_of(results.finals[cell], "train_loss", last).ends for cell in cells):
         cross = Line2D([], [], label="diverged after this epoch", linestyle="none", color="0.3", **CROSS)
         handles["diverged"] = cross

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pathsgd.paper.figures.one_step_examples import Example, Net
+from pathsgd.paper.figures.one_step_examples import OneStepExample, SmallNet
 
 STAGES = ("before", "after one SGD step", "after one Path-SGD step")
 
@@ -25,7 +25,7 @@ class Box:
         return self.x + along * self.width, self.y + across * self.height
 
 
-def draw_example(axes: Any, example: Example, width: float) -> None:
+def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
     """Two rows, the balanced network and the unbalanced one; a column for each stage, one unit wide."""
     axes.set_axis_off()
     axes.set_xlim(0, 3)
@@ -33,7 +33,7 @@ def draw_example(axes: Any, example: Example, width: float) -> None:
     gaps = (0.0, example.sgd_gap, example.path_gap)
     for column, (stage, gap) in enumerate(zip(STAGES, gaps, strict=True)):
         middle, differs = column + 0.5, gap > 1e-9
-        verdict = f"outputs differ by {number(gap)}" if differs else "same function"
+        verdict = f"outputs differ by {format_number(gap)}" if differs else "same function"
         weight, style = ("bold", "normal") if differs else ("normal", "italic")
         axes.text(middle, 2.5, stage, ha="center", va="top", fontsize=9, fontweight="bold")
         axes.text(middle, 0, verdict, ha="center", va="bottom", fontsize=9, fontweight=weight, style=style)
@@ -46,10 +46,10 @@ def draw_example(axes: Any, example: Example, width: float) -> None:
         axes.text(0, bottom + 0.4, name, rotation=90, ha="left", va="center", fontsize=9)
         for column, net in enumerate((steps.before, steps.sgd, steps.path)):
             box = Box(column + 0.13, bottom, width, 0.8)
-            draw_net(axes, net, example.x, box, steps.before if column else None)
+            _draw_net(axes, net, example.x, box, steps.before if column else None)
 
 
-def draw_net(axes: Any, net: Net, x: Sequence[float], box: Box, before: Net | None) -> None:
+def _draw_net(axes: Any, net: SmallNet, x: Sequence[float], box: Box, before: SmallNet | None) -> None:
     """Inputs on the left, outputs and their values on the right. On a chain there is room to say how far
     each weight has moved since ``before``."""
     sizes = [len(x), *(len(layer) for layer in net.layers)]
@@ -61,18 +61,20 @@ def draw_net(axes: Any, net: Net, x: Sequence[float], box: Box, before: Net | No
         for unit, row in enumerate(layer):
             for source, weight in enumerate(row):
                 ends = places[k][source], places[k + 1][unit]
-                _edge(axes, *ends, weight, level=source == unit)
+                _draw_edge(axes, *ends, weight, level=source == unit)
                 if before is not None and max(sizes) == 1:
-                    _moved(axes, *ends, weight - before.layers[k][unit][source])
+                    _draw_change(axes, *ends, weight - before.layers[k][unit][source])
     for k, layer_places in enumerate(places):
         for unit, place in enumerate(layer_places):
             inner = "white" if k else "0.88"
             axes.plot(*place, "o", markersize=15, color=inner, markeredgecolor="0.15", zorder=4)
             if k == 0:
-                axes.text(*place, number(x[unit]), ha="center", va="center_baseline", fontsize=8, zorder=5)
+                axes.text(
+                    *place, format_number(x[unit]), ha="center", va="center_baseline", fontsize=8, zorder=5
+                )
     for place, output in zip(places[-1], net.outputs, strict=True):
         axes.annotate(
-            number(output), place, (11, 0), textcoords="offset points", va="center", fontsize=9,
+            format_number(output), place, (11, 0), textcoords="offset points", va="center", fontsize=9,
             fontweight="bold",
         )  # fmt: skip
 
@@ -81,7 +83,7 @@ def _across(unit: int, count: int) -> float:
     return 0.5 if count == 1 else 1 - unit / (count - 1)
 
 
-def _edge(
+def _draw_edge(
     axes: Any, start: tuple[float, float], end: tuple[float, float], weight: float, level: bool
 ) -> None:
     width = min(max(1 + 0.8 * math.log10(abs(weight) or 1e-9), 0.5), 3.0)
@@ -95,12 +97,12 @@ def _edge(
     place = [a + along * (b - a) for a, b in zip(start, end, strict=True)]
     box = None if level else {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     axes.annotate(
-        number(weight), place, (0, 3 if level else 0), textcoords="offset points", ha="center",
+        format_number(weight), place, (0, 3 if level else 0), textcoords="offset points", ha="center",
         va="bottom" if level else "center", fontsize=8, bbox=box, zorder=3,
     )  # fmt: skip
 
 
-def _moved(axes: Any, start: tuple[float, float], end: tuple[float, float], by: float) -> None:
+def _draw_change(axes: Any, start: tuple[float, float], end: tuple[float, float], by: float) -> None:
     place = [(a + b) / 2 for a, b in zip(start, end, strict=True)]
     axes.annotate(
         f"{by:+.5g}", place, (0, -5), textcoords="offset points", ha="center", va="top", fontsize=8,
@@ -108,5 +110,5 @@ def _moved(axes: Any, start: tuple[float, float], end: tuple[float, float], by: 
     )  # fmt: skip
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.5g}"

@@ -1,6 +1,6 @@
 """The two small examples of Figure 1, computed: one step of SGD and one of Path-SGD on equivalent networks.
 
-In both the thresholds are zero, the step size is 1 and the gradient with respect to every output is -1.
+In both the biases are zero, the step size is 1 and the gradient with respect to every output is -1.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Net:
-    """Weights of each layer, one row for each unit they lead to, and the outputs for the example's input."""
+class SmallNet:
+    """The weights of each layer, one row for each unit they lead to, and the outputs."""
 
     layers: tuple[Matrix, ...]
     outputs: tuple[float, ...]
@@ -29,23 +29,21 @@ class Net:
 
 
 @dataclass(frozen=True)
-class Steps:
+class BeforeAndAfter:
     """A network before and after one step of each method."""
 
-    before: Net
-    sgd: Net
-    path: Net
+    before: SmallNet
+    sgd: SmallNet
+    path: SmallNet
 
 
 @dataclass(frozen=True)
-class Example:
-    """A balanced network, an unbalanced one that computes the same, and what one step makes of both."""
+class OneStepExample:
+    """A balanced network, an unbalanced one that computes the same function, and one step of both."""
 
     x: tuple[float, ...]
-    scales: tuple[float, ...]
-    """What the hidden units of the balanced network were rescaled by."""
-    balanced: Steps
-    unbalanced: Steps
+    balanced: BeforeAndAfter
+    unbalanced: BeforeAndAfter
     sgd_equivalent: bool
     """Whether the two are rescaling equivalent after a step of SGD."""
     path_equivalent: bool
@@ -53,12 +51,11 @@ class Example:
     @property
     def sgd_gap(self) -> float:
         """The largest difference between the outputs of the two after a step of SGD."""
-        return _gap(self.balanced.sgd, self.unbalanced.sgd)
+        return _largest_difference(self.balanced.sgd, self.unbalanced.sgd)
 
     @property
     def path_gap(self) -> float:
-        """The same for Path-SGD."""
-        return _gap(self.balanced.path, self.unbalanced.path)
+        return _largest_difference(self.balanced.path, self.unbalanced.path)
 
     @property
     def exploded(self) -> bool:
@@ -68,67 +65,62 @@ class Example:
         return max(changes) > 100 and min(changes) < 1.01
 
     def __str__(self) -> str:
-        listed = {
-            name: [" and ".join(f"{w:.5g}" for w in net.weights) for net in (own.before, own.sgd, own.path)]
-            for name, own in (("unbalanced", self.unbalanced), ("balanced", self.balanced))
-        }
-        return "; ".join(
-            f"{name}, the weights {before} become {sgd} in one step of SGD, {path} in one of Path-SGD"
-            for name, (before, sgd, path) in listed.items()
-        )
+        parts = []
+        for name, nets in (("unbalanced", self.unbalanced), ("balanced", self.balanced)):
+            before, sgd, path = (
+                " and ".join(f"{w:.5g}" for w in net.weights) for net in (nets.before, nets.sgd, nets.path)
+            )
+            parts.append(
+                f"{name}, the weights {before} become {sgd} in one step of SGD, {path} in one of Path-SGD"
+            )
+        return "; ".join(parts)
 
 
-def explosion() -> Example:
+def explosion() -> OneStepExample:
     """Figure 1 (b): a chain of one unit, x = 1.
 
     >>> found = explosion()
     >>> found.unbalanced.before.weights, found.unbalanced.sgd.weights
     ([100.0, 0.01], [100.01, 100.01])
     """
-    return _example([[[1.0]], [[1.0]]], scales=[100.0], x=[1.0])
+    return _compute([[1.0]], [[1.0]], factors=[100.0], x=[1.0])
 
 
-def poor_updates() -> Example:
+def poor_updates() -> OneStepExample:
     """Figure 1 (c): two inputs, two hidden units, two outputs, x = (1, 1).
 
     >>> found = poor_updates()
     >>> found.balanced.sgd.outputs, found.unbalanced.sgd.outputs
     ((52.0, 60.0), (829.15, 831.21))
     """
-    return _example([[[1.0, 1.0], [1.0, 2.0]], [[1.0, 1.0], [2.0, 1.0]]], scales=[10.0, 0.1], x=[1.0, 1.0])
+    return _compute([[1.0, 1.0], [1.0, 2.0]], [[1.0, 1.0], [2.0, 1.0]], factors=[10.0, 0.1], x=[1.0, 1.0])
 
 
-def _example(weights: Sequence[Sequence[Sequence[float]]], scales: list[float], x: list[float]) -> Example:
-    first, second = (torch.tensor(layer, dtype=torch.float64) for layer in weights)
-    by = torch.tensor(scales, dtype=torch.float64)
-    inputs = torch.tensor([x], dtype=torch.float64)
-    # Divided by the scale rather than multiplied by its inverse: 1 / 100 is then the nearest float to it.
-    layers = {"balanced": (first, second), "unbalanced": (first * by[:, None], second / by)}
-    models = {
-        (name, method): _stepped(_network(own), inputs, method)
-        for name, own in layers.items()
-        for method in ("before", "sgd", "path")
-    }
+def _compute(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], factors: list[float], x: list[float]
+) -> OneStepExample:
+    w1, w2, c, inputs = (torch.tensor(v, dtype=torch.float64) for v in (first, second, factors, [x]))
+    # Divided by the factor rather than multiplied by its inverse: 1 / 100 is then the nearest float to it.
+    starts = {"balanced": (w1, w2), "unbalanced": (w1 * c[:, None], w2 / c)}
+    methods = ("before", "sgd", "path")
+    models = {(s, m): _step(_make_model(*starts[s]), inputs, m) for s in starts for m in methods}
     balanced, unbalanced = (
-        Steps(*(_net(models[name, method], inputs) for method in ("before", "sgd", "path")))
-        for name in layers
+        BeforeAndAfter(*(_describe(models[s, m], inputs) for m in methods)) for s in starts
     )
     sgd, path = (
         bool(pathsgd.rescaling_equivalent(models["balanced", m], models["unbalanced", m]))
         for m in ("sgd", "path")
     )
-    return Example(tuple(x), tuple(scales), balanced, unbalanced, sgd, path)
+    return OneStepExample(tuple(x), balanced, unbalanced, sgd, path)
 
 
-def _network(layers: Sequence[Tensor]) -> nn.Sequential:
-    first, second = (nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype) for w in layers)
-    with torch.no_grad():
-        first.weight.copy_(layers[0])
-        second.weight.copy_(layers[1])
+def _make_model(w1: Tensor, w2: Tensor) -> nn.Sequential:
+    first, second = (nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype) for w in (w1, w2))
+    first.weight.data, second.weight.data = w1.clone(), w2.clone()
     return nn.Sequential(first, nn.ReLU(), second)
 
 
-def _stepped(model: nn.Sequential, inputs: Tensor, method: str) -> nn.Sequential:
+def _step(model: nn.Sequential, inputs: Tensor, method: str) -> nn.Sequential:
     """The same model after one step."""
     if method != "before":
         optimizer: torch.optim.Optimizer = (
@@ -141,10 +133,10 @@ def _stepped(model: nn.Sequential, inputs: Tensor, method: str) -> nn.Sequential
 
 
 @torch.no_grad()
-def _net(model: nn.Sequential, inputs: Tensor) -> Net:
+def _describe(model: nn.Sequential, inputs: Tensor) -> SmallNet:
     layers = tuple(tuple(map(tuple, p.tolist())) for p in model.parameters())
-    return Net(layers, tuple(model(inputs)[0].tolist()))
+    return SmallNet(layers, tuple(model(inputs)[0].tolist()))
 
 
-def _gap(a: Net, b: Net) -> float:
+def _largest_difference(a: SmallNet, b: SmallNet) -> float:
     return max(abs(one - other) for one, other in zip(a.outputs, b.outputs, strict=True))
