@@ -8,8 +8,8 @@ three candidates, all of them equivariant; they weigh a path through the weight
 - by k^2: ``gram = f' + a f''``, at p = 2 the diagonal of the Gram matrix of the path map;
 - by k (2k - 1): ``hessian = f' + 2 a f''``, at p = 2 half the diagonal of the Hessian of phi^2.
 
-``a f'' / f'`` has no scale: it is the mean of k - 1 over the uses of the weight, between 0 and the
-longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
+``a f'' / f'`` does not change under rescaling: it is the mean of k - 1 over the uses of the weight, between 0
+and the longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def check_shared(shared: object, p: float) -> Shared:
     return shared  # type: ignore[return-value]
 
 
-def factors(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
+def shared_corrections(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
     """What kappa1 is to be multiplied by, for the parameters that some path uses more than once."""
     slope = {"kappa1": 0, "gram": 1, "hessian": 2}[shared]
     if not slope:
         return {}
-    return {name: 1 + slope * further_uses(graph, tensors, p, name) for name in repeated(graph)}
+    return {name: 1 + slope * measure_further_uses(graph, tensors, p, name) for name in find_repeated(graph)}
 
 
-def repeated(graph: PathGraph) -> list[str]:
+def find_repeated(graph: PathGraph) -> list[str]:
     """The path-normalised parameters that some path uses more than once. Two paths meet in a square."""
     upstream: list[frozenset[str]] = []
     found: set[str] = set()
@@ -66,7 +66,7 @@ def repeated(graph: PathGraph) -> list[str]:
     return [name for name, info in graph.parameters.items() if name in found and info.normalised]
 
 
-def further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
+def measure_further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
     """``a f'' / f'`` of every entry of a parameter; 0 on dead entries, where f' is all there is.
 
     With ``a v`` in place of a, the derivatives of f with respect to v at 1 are ``a f'`` and ``a^2 f''``.
