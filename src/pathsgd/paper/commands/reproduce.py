@@ -37,7 +37,6 @@ class Reproduce(StudyCommand):
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Reproduce, arguments, "reproduce")
     out = options.out or Path(f"pathsgd-{options.preset}")
-    print_summary(
-        reproduce(options.study.to_study(), out, options.setup, progress=TerminalProgress(options.quiet))
-    )
+    progress = TerminalProgress(options.quiet)
+    print_summary(reproduce(options.study.to_study(), out, options.setup, progress=progress))
     return 0
