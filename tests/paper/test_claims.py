@@ -10,7 +10,7 @@ import pytest
 
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.statistics import race_to_loss, summarize
-from pathsgd.paper.analysis.tables import describe_claims, tabulate_choices, tabulate_results
+from pathsgd.paper.analysis.study_tables import describe_claims, tabulate_choices, tabulate_results
 from pathsgd.paper.config import Cell
 from pathsgd.paper.records.run_folder import RunRecord
 from pathsgd.paper.records.study_results import Choice, StepCost, Trial

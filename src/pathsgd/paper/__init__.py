@@ -1,7 +1,7 @@
 """The study of the paper: a client of the library's public names, never imported by it."""
 
 from pathsgd.paper.analysis.claims import Claim, judge_claims
-from pathsgd.paper.analysis.tables import summarize_study, tabulate_choices
+from pathsgd.paper.analysis.study_tables import summarize_study, tabulate_choices
 from pathsgd.paper.api import redraw, reproduce, sweep, train
 from pathsgd.paper.config import PRESETS, Cell, Run, Seeds, Setup, Study, StudySetup
 from pathsgd.paper.data.dataset import Dataset

@@ -16,11 +16,12 @@ from pathsgd.console.devices import find_device
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
-from pathsgd.paper.analysis.tables import make_tables
+from pathsgd.paper.analysis.study_tables import make_tables
 from pathsgd.paper.config import Run, Setup, Study, StudySetup
 from pathsgd.paper.data.dataset import Dataset, check_learnable, short_name
 from pathsgd.paper.data.load import load
 from pathsgd.paper.figures import draw_all
+from pathsgd.paper.html_report import write_report
 from pathsgd.paper.optimizers import METHODS
 from pathsgd.paper.progress import Progress
 from pathsgd.paper.records.folder_lock import lock_folder
@@ -28,7 +29,6 @@ from pathsgd.paper.records.json_files import encode, read_json, write_json
 from pathsgd.paper.records.manifest import add_manifest
 from pathsgd.paper.records.run_folder import RunFolder, RunRecord
 from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults
-from pathsgd.paper.report import write_report
 from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.step_size_search import search_step_sizes
 from pathsgd.paper.training.initial_network import count_weights, make_network

@@ -56,15 +56,6 @@ def _check(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def merge(config: T, changes: Mapping[str, Any]) -> T:
-    """The same dataclass with these fields changed, nested ones too."""
-    flat = {
-        name: merge(getattr(config, name), value) if isinstance(value, Mapping) else value
-        for name, value in changes.items()
-    }
-    return dataclasses.replace(config, **flat)  # type: ignore[type-var]
-
-
 def field_docs(config: type[Any]) -> dict[str, str]:
     """The string literal under each field of a dataclass, on one line.
 

@@ -19,7 +19,7 @@ from pathsgd.paper.data.download import check_sha256, fetch
 from pathsgd.paper.data.file_checks import one_line
 from pathsgd.paper.data.local_files import LocalFiles, find_files
 from pathsgd.paper.data.npz import read_npz
-from pathsgd.paper.data.sources import SOURCES, Source
+from pathsgd.paper.data.sources import SOURCES, DatasetSource
 
 NAMES = ("digits", *SOURCES)
 
@@ -55,7 +55,7 @@ def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> D
     return Dataset(name, source.shape, source.classes, train_x, train_y, test_x, test_y)
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> DatasetSource:
     try:
         return SOURCES[name]
     except KeyError:
@@ -79,7 +79,7 @@ def _expand_home(path: str) -> Path:
         ) from error
 
 
-def obtain(source: Source, data_dir: Path, download: bool) -> dict[str, Path]:
+def obtain(source: DatasetSource, data_dir: Path, download: bool) -> dict[str, Path]:
     """The paths of a data set's files, downloaded or unpacked where they are missing. Found ones are kept."""
     found = find_files(source, data_dir)
     archive = source.archive
@@ -98,7 +98,7 @@ def obtain(source: Source, data_dir: Path, download: bool) -> dict[str, Path]:
     return found.paths
 
 
-def _unpack(source: Source, data_dir: Path, found: LocalFiles) -> None:
+def _unpack(source: DatasetSource, data_dir: Path, found: LocalFiles) -> None:
     archive = source.archive
     assert archive is not None
     path = data_dir / archive.name
@@ -112,7 +112,7 @@ def _unpack(source: Source, data_dir: Path, found: LocalFiles) -> None:
         path.unlink()
 
 
-def describe_missing(source: Source, data_dir: Path, found: LocalFiles) -> str:
+def describe_missing(source: DatasetSource, data_dir: Path, found: LocalFiles) -> str:
     """What is missing, and how to get it."""
     name = next(key for key, value in SOURCES.items() if value.title == source.title)
     if found.paths:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pathsgd.paper.data.sources import Source
+from pathsgd.paper.data.sources import DatasetSource
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class LocalFiles:
     missing: tuple[str, ...]
 
 
-def find_files(source: Source, data_dir: Path) -> LocalFiles:
+def find_files(source: DatasetSource, data_dir: Path) -> LocalFiles:
     best: LocalFiles | None = None
     for name in source.folders:
         folder = data_dir / name

@@ -26,7 +26,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSource:
     title: str
     shape: tuple[int, ...]
     classes: int
@@ -62,7 +62,7 @@ def _remotes(url: str, *files: tuple[str, int, str]) -> tuple[Remote, ...]:
 
 
 SOURCES = {
-    "mnist": Source(
+    "mnist": DatasetSource(
         title="MNIST", shape=(1, 28, 28), classes=10, counts=(60000, 10000), files=MNIST_FILES,
         folders=("MNIST/raw", "MNIST", "mnist/raw", "mnist", "."),
         remotes=_remotes(
@@ -77,7 +77,7 @@ SOURCES = {
             read_mnist(*(paths[name] for name in MNIST_FILES[2:])),
         ),
     ),
-    "cifar10": Source(
+    "cifar10": DatasetSource(
         title="CIFAR-10", shape=(3, 32, 32), classes=10, counts=(50000, 10000),
         files=(*CIFAR10_TRAIN, "test_batch.bin"),
         folders=("cifar-10-batches-bin", "CIFAR10/cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "."),
@@ -91,7 +91,7 @@ SOURCES = {
             read_cifar([paths["test_batch.bin"]], (10,)),
         ),
     ),
-    "cifar100": Source(
+    "cifar100": DatasetSource(
         title="CIFAR-100", shape=(3, 32, 32), classes=100, counts=(50000, 10000),
         files=("train.bin", "test.bin"),
         folders=("cifar-100-binary", "CIFAR100/cifar-100-binary", "cifar100/cifar-100-binary", "."),
@@ -105,7 +105,7 @@ SOURCES = {
             read_cifar([paths["test.bin"]], (20, 100)),
         ),
     ),
-    "svhn": Source(
+    "svhn": DatasetSource(
         title="SVHN", shape=(3, 32, 32), classes=10, counts=(73257, 26032), files=SVHN_FILES,
         folders=("SVHN", "svhn", "."),
         remotes=_remotes(

@@ -55,8 +55,8 @@ def _caption_figure1(results: StudyResults) -> str:
         )
     return (
         f"Figure 1. (a) {first} (b) One step on a chain of one hidden unit: SGD hardly moves the large "
-        "weight and blows up the small one; Path-SGD moves both in proportion. In italics: by how much. (c) "
-        "Two networks that compute the same function: after one step of SGD they do not any more, after one of "
-        "Path-SGD they do. In bold: the outputs. All numbers of (b) and (c) are computed with the "
-        "library; biases are zero."
+        "weight and blows up the small one; Path-SGD moves both in proportion. In italics: the change. (c) "
+        "Two networks that compute the same function: after one step of SGD they do not any more, after one "
+        "of Path-SGD they do. In bold: the outputs. (b) and (c) are computed with the library, without "
+        "biases."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ COLUMNS = {
 }
 MARKS = 8
 """On a curve, whatever its length."""
-
 MOST_NOTES = 3
-"""Curves out of range, above a panel; more of them would take its place."""
-
+"""Curves out of range that are named above a panel; more are counted."""
 CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
+Finals = Mapping[Cell, list[RunRecord]]
 
 
 @dataclass(frozen=True)
@@ -47,87 +47,92 @@ class CurveStyle:
 
 
 def draw_learning(results: StudyResults, name: str, dropout: bool, last: int) -> Any | None:
-    """With the dropouts of the study that are not zero, or without; None if there are none such."""
+    """With the dropouts of the study that are not zero, or without; None if there are no such runs."""
     from matplotlib.figure import Figure
 
-    dropouts = [d for d in results.study.dropouts if (d > 0) == dropout]
-    rows = [(dataset, d) for dataset in results.study.datasets for d in dropouts]
+    study = results.study
+    dropouts = [d for d in study.dropouts if (d > 0) == dropout]
+    rows = [(dataset, d) for dataset in study.datasets for d in dropouts]
     if not rows:
         return None
-    height = 2.35 * len(rows) + 1.25
-    figure = Figure(figsize=(11, height), layout="constrained")
+    figure = Figure(figsize=(11, 2.35 * len(rows) + 1.25), layout="constrained")
     panels = figure.subplots(len(rows), 3, squeeze=False)
-    above = []
+    notes = []
     for own, (dataset, d) in zip(panels, rows, strict=True):
         cells = {c: runs for c, runs in results.finals.items() if (c.dataset, c.dropout) == (dataset, d)}
-        above.append([
-            _draw_panel(axes, cells, column, last, quiet=dropout)
-            for axes, column in zip(own, COLUMNS, strict=True)
-        ])  # fmt: skip
+        columns = zip(own, COLUMNS, strict=True)
+        notes.append([_draw_panel(axes, cells, column, last, faint=dropout) for axes, column in columns])
         label = drawable(title_of(dataset)) + (f"\ndropout {d:g}" if len(dropouts) > 1 else "")
         own[0].set_ylabel(label, fontsize=11 if len(label) < 16 else 8, fontweight="bold")
     for axes, title in zip(panels[0], COLUMNS.values(), strict=True):
-        axes.set_title(title, pad=6 + 10 * max(above[0]))
+        axes.set_title(title, pad=6 + 10 * max(notes[0]))
     for axes in panels[-1]:
         axes.set_xlabel("epoch")
-    _draw_legend(figure, results, rows, last, quiet=dropout)
-    figure.suptitle(f"{name}. {_heading(results, dropout, last)}", fontsize=11)
+    _draw_legend(figure, results, rows, last, faint=dropout)
+    epochs = f"first {last} of {study.epochs} epochs" if last < study.epochs else f"{last} epochs"
+    repeats = f"; mean of {study.repeats} runs, band: all of them" if study.repeats > 1 else ""
+    how = "with" if dropout else "without"
+    figure.suptitle(f"{name}. Learning curves {how} dropout, {epochs}{repeats}", fontsize=11)
     return figure
 
 
-def _heading(results: StudyResults, dropout: bool, last: int) -> str:
-    study = results.study
-    how = "with dropout" if dropout else "without dropout"
-    epochs = f"first {last} of {study.epochs} epochs" if last < study.epochs else f"{last} epochs"
-    repeats = f"; mean of {study.repeats} runs, band: all of them" if study.repeats > 1 else ""
-    return f"Learning curves {how}, {epochs}{repeats}"
+def style_of(cell: Cell, finals: Finals, faint: bool) -> CurveStyle:
+    """``faint``: unbalanced starts are in the background.
 
-
-def style_of(cell: Cell, quiet: bool, traced: bool) -> CurveStyle:
-    """``quiet``: unbalanced starts in the background. ``traced``: a line of its own, not marks on another."""
+    A rescaled start of an invariant method is drawn as marks: the balanced line would hide its own.
+    """
     colour, marker = method_style(cell.method)
-    if not traced:
+    balanced, invariant = cell.init == "balanced", METHODS[cell.method].invariant
+    if not balanced and invariant and finals.get(Cell(cell.dataset, cell.dropout, "balanced", cell.method)):
         return CurveStyle(colour, marker, "none", 0.0, filled=False, band=False)
-    balanced = cell.init == "balanced"
-    width = 1.9 if METHODS[cell.method].invariant else 1.5
-    if quiet and not balanced:
-        width = 0.9
-    return CurveStyle(colour, marker, LINES[cell.init], width, filled=balanced, band=balanced or not quiet)
+    width = 0.9 if faint and not balanced else 1.9 if invariant else 1.5
+    return CurveStyle(colour, marker, LINES[cell.init], width, filled=balanced, band=balanced or not faint)
 
 
-def is_traced(cell: Cell, cells: dict[Cell, list[RunRecord]]) -> bool:
-    """A rescaled start of an invariant method is drawn as marks: its line would be hidden by the balanced."""
-    twin = Cell(cell.dataset, cell.dropout, "balanced", cell.method)
-    return cell.init == "balanced" or not METHODS[cell.method].invariant or not cells.get(twin)
-
-
-def _draw_panel(axes: Any, cells: dict[Cell, list[RunRecord]], column: str, last: int, quiet: bool) -> int:
-    """Draws it; how many lines of notes stand above it."""
+def _draw_panel(axes: Any, cells: Finals, column: str, last: int, faint: bool) -> int:
+    """Draws one panel; returns the number of lines above it."""
     curves = {cell: curve_of(runs, column, last) for cell, runs in cells.items() if runs}
     curves = {cell: curve for cell, curve in curves.items() if curve.mean}
     shown = _choose_range(curves, cells, column, last)
-    lost = [cell for cell, runs in cells.items() if not runs and column == "train_loss"]
-    notes = _limit_notes(
-        [f"{label_of(cell)}: no step size ended well" for cell in lost], "without a step size"
-    )
+    missing = [cell for cell, runs in cells.items() if not runs and column == "train_loss"]
     beyond: list[str] = []
     for k, (cell, curve) in enumerate(curves.items()):
-        style = style_of(cell, quiet, is_traced(cell, cells))
-        draw_curve(axes, curve, style, shown, offset=k / len(curves), last=last)
+        draw_curve(axes, curve, style_of(cell, cells, faint), shown, offset=k / len(curves), last=last)
         arrow = shown.leaves(curve.values(settled(last)))
         if arrow:
-            beyond.append(f"{label_of(cell)}: {_format_end(curve.last, column)} {arrow}")
+            end = f"{curve.last:.3g}" if column == "train_loss" else format_percent(curve.last)
+            beyond.append(f"{_label(cell)}: {end} {arrow}")
     set_ranges(axes, shown, last)
     if column != "train_loss":
-        _percent_axis(axes)
-    notes += _limit_notes(beyond, "curves beyond")
+        _use_percent(axes)
     clean_axes(axes)
-    # Above the panel: inside, whatever is up there would run through it.
+    notes = _limit([f"{_label(cell)}: no step size ended well" for cell in missing], "without a step size")
+    notes += _limit(beyond, "curves beyond")
+    # Above the panel: inside, curves would run through it.
     axes.annotate(
         "\n".join(notes), (1, 1), (0, 2), "axes fraction", "offset points", ha="right", va="bottom",
         fontsize=7, color="0.25", linespacing=1.35,
     )  # fmt: skip
     return len(notes)
+
+
+def _limit(notes: list[str], many: str) -> list[str]:
+    return notes if len(notes) <= MOST_NOTES else [f"{len(notes)} {many}"]
+
+
+def _label(cell: Cell) -> str:
+    return f"{METHODS[cell.method].label}, {cell.init}"
+
+
+def _choose_range(curves: Mapping[Cell, Curve], cells: Finals, column: str, last: int) -> AxisRange:
+    """From the balanced runs that ended well, so that one that went wrong does not flatten the others."""
+    well = [
+        curve
+        for cell, curve in curves.items()
+        if cell.init == "balanced" and all(run.status == "done" for run in cells[cell])
+    ] or list(curves.values())
+    others = [curve for curve in curves.values() if curve not in well]
+    return loss_range(well) if column == "train_loss" else error_range(well, others, last)
 
 
 def set_ranges(axes: Any, shown: AxisRange, last: int) -> None:
@@ -138,32 +143,14 @@ def set_ranges(axes: Any, shown: AxisRange, last: int) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _limit_notes(notes: list[str], many: str) -> list[str]:
-    return notes if len(notes) <= MOST_NOTES else [f"{len(notes)} {many}"]
-
-
-def _choose_range(
-    curves: dict[Cell, Curve], cells: dict[Cell, list[RunRecord]], column: str, last: int
-) -> AxisRange:
-    """From the balanced runs that ended, so that a curve that went wrong does not flatten the others."""
-    well = [
-        curve
-        for cell, curve in curves.items()
-        if cell.init == "balanced" and all(run.status == "done" for run in cells[cell])
-    ] or list(curves.values())
-    others = [curve for curve in curves.values() if curve not in well]
-    return loss_range(well) if column == "train_loss" else error_range(well, others, last)
-
-
 def draw_curve(
     axes: Any, curve: Curve, style: CurveStyle, shown: AxisRange, offset: float, last: int, label: str = ""
 ) -> None:
     epochs = range(len(curve.mean))
     every = max(1, math.ceil((last + 1) / MARKS))
-    # Each curve has its marks elsewhere, so that they do not cover each other; marks alone need no line.
-    start = int(offset * every)
-    order = 4 if style.line == "none" else 3
-    axes.plot(epochs, curve.mean, markevery=(start, every), zorder=order, label=label, **style.options())
+    # Each curve has its marks elsewhere, so that they do not cover each other; marks alone are above lines.
+    marks, order = (int(offset * every), every), 4 if style.line == "none" else 3
+    axes.plot(epochs, curve.mean, markevery=marks, zorder=order, label=label, **style.options())
     if style.band and any(low < high for low, high in zip(curve.low, curve.high, strict=True)):
         axes.fill_between(
             epochs, curve.low, curve.high, color=style.colour, alpha=0.16, linewidth=0, zorder=2
@@ -176,24 +163,16 @@ def draw_curve(
         axes.plot([epoch], [inside], color=style.colour, clip_on=False, zorder=7, **CROSS)
 
 
-def _percent_axis(axes: Any) -> None:
+def _use_percent(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    # As many digits as the ticks need: a percentage that is rounded would be at the wrong place.
+    # As many digits as the ticks need: a rounded percentage would be at the wrong place.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
 
 
-def _format_end(value: float, column: str) -> str:
-    return f"{value:.3g}" if column == "train_loss" else format_percent(value)
-
-
-def label_of(cell: Cell) -> str:
-    return f"{METHODS[cell.method].label}, {cell.init}"
-
-
 def _draw_legend(
-    figure: Any, results: StudyResults, rows: list[tuple[str, float]], last: int, quiet: bool
+    figure: Any, results: StudyResults, rows: list[tuple[str, float]], last: int, faint: bool
 ) -> None:
     from matplotlib.lines import Line2D
 
@@ -201,8 +180,8 @@ def _draw_legend(
     cells = [cell for cell, runs in results.finals.items() if runs and (cell.dataset, cell.dropout) in rows]
     # By method: a column of the legend for each.
     for cell in sorted(cells, key=lambda cell: results.study.methods.index(cell.method)):
-        style = style_of(cell, quiet, is_traced(cell, results.finals))
-        handles.setdefault(label_of(cell), Line2D([], [], label=label_of(cell), **style.options()))
+        options = style_of(cell, results.finals, faint).options()
+        handles.setdefault(_label(cell), Line2D([], [], label=_label(cell), **options))
     if any(curve_of(results.finals[cell], "train_loss", last).ends for cell in cells):
         cross = Line2D([], [], label="diverged after this epoch", linestyle="none", color="0.3", **CROSS)
         handles["diverged"] = cross

@@ -1,4 +1,4 @@
-"""The report of a study: one HTML page, rendered from the template report.html."""
+"""The report of a study: one HTML page, rendered from the template html_report.html."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from pathsgd.console.files import write_atomically
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import AGAINST, Claim
-from pathsgd.paper.analysis.tables import Table
+from pathsgd.paper.analysis.study_tables import Table, tabulate_choices
 from pathsgd.paper.config import Study
 from pathsgd.paper.config_json import field_docs
 from pathsgd.paper.figures.captions import caption
@@ -39,7 +39,7 @@ def write_report(
     )  # fmt: skip
     environment.filters["numeric_columns"] = _find_numeric_columns
     study, flat = results.study, [dict(_flatten(one)) for one in results.manifests]
-    page = environment.get_template("report.html").render(
+    page = environment.get_template("html_report.html").render(
         title=f"Path-SGD on {', '.join(map(title_of, study.datasets))}",
         lede=_lede(results),
         study=study,
@@ -48,7 +48,8 @@ def write_report(
         against=AGAINST,
         figures=[_embed(name, results, figures) for name in dict.fromkeys(path.stem for path in figures)],
         tables=tables,
-        searches=list(_list_searches(results)),
+        search=tabulate_choices(results.choices),
+        choices=results.choices,
         failures=list(_list_failures(results)),
         options=_list_options(study),
         data=[
@@ -93,21 +94,6 @@ def _embed(name: str, results: StudyResults, figures: Sequence[Path]) -> dict[st
     text = caption(name, results) or name
     source = f"data:{IMAGE_TYPES[chosen.suffix]};base64,{content}"
     return {"name": name, "source": source, "alternative": text.split(":")[0], "caption": text}
-
-
-def _list_searches(results: StudyResults) -> Iterator[dict[str, Any]]:
-    """A table of all step sizes for each data set and dropout."""
-    for dataset, dropout in dict.fromkeys((c.cell.dataset, c.cell.dropout) for c in results.choices):
-        choices = [c for c in results.choices if (c.cell.dataset, c.cell.dropout) == (dataset, dropout)]
-        sizes = list(dict.fromkeys(trial.step_size for choice in choices for trial in choice.tried))
-        rows = []
-        for choice in choices:
-            tried = {trial.step_size: trial for trial in choice.tried}
-            chosen = "none ended well" if choice.step_size is None else format_size(choice.step_size)
-            name = f"{METHODS[choice.cell.method].label}, {choice.cell.init}"
-            rows.append([name, chosen, *((tried.get(size), size == choice.step_size) for size in sizes)])
-        title = f"{title_of(dataset)}, {f'dropout {dropout:g}' if dropout else 'no dropout'}"
-        yield {"title": title, "head": ["", "chosen", *map(format_size, sizes)], "rows": rows}
 
 
 def _list_failures(results: StudyResults) -> Iterator[str]:
