@@ -12,7 +12,8 @@ from pathsgd.geometry.rescale import rescale, unbalance
 from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
 from pathsgd.graph.trace import Inputs, trace
 from pathsgd.optim.clip import clip_path_grad_norm_
-from pathsgd.optim.path_normalized import PathAdagrad, PathAdam, PathNormalized
+from pathsgd.optim.path_adam import PathAdagrad, PathAdam
+from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.path_sgd import PathSGD
 
 __version__ = "0.1.0"

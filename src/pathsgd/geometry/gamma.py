@@ -52,6 +52,11 @@ class Gamma:
     whole: ExtendedFloat | None = None
     _roots: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list, repr=False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What gamma is computed in."""
+        return self.arithmetic.dtype
+
     def _factors(self) -> list[ExtendedFloat]:
         """Sums over paths whose product, broadcast, is that of every entry."""
         if self.whole is not None:

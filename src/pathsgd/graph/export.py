@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from pathsgd._torch import keep_backends, operator_schema, tree_leaves, tree_map
+from pathsgd._torch import export_in_this_thread_only, operator_schema, tree_leaves, tree_map
 from pathsgd.errors import TraceError
 from pathsgd.graph.rules import RULES
 
@@ -209,7 +209,13 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _ONE_AT_A_TIME, _restoring_modules(model), _RunningStatistics(), keep_backends(), _silenced():
+        with (
+            _ONE_AT_A_TIME,
+            _restoring_modules(model),
+            _RunningStatistics(),
+            export_in_this_thread_only(),
+            _silenced(),
+        ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
