@@ -22,15 +22,12 @@ COMMANDS = {
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
 
 
-def usage() -> str:
-    """The commands, one a line."""
-    lines = "\n".join(f"  {name:12}{summary}" for name, (_, summary) in COMMANDS.items())
-    return f"""\
+USAGE = """\
 usage: pathsgd COMMAND [OPTIONS]
 
 Rescaling-invariant training for PyTorch.
 
-{lines}
+{commands}
 
 `pathsgd COMMAND --help` lists the options of a command; `pathsgd --version` prints the version."""
 
@@ -38,19 +35,18 @@ Rescaling-invariant training for PyTorch.
 def answer(arguments: Sequence[str]) -> int | None:
     """Answers what needs no command. Returns the exit code, or None when a command is to be run."""
     first = arguments[0] if arguments else ""
+    usage = USAGE.format(commands="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()))
     if first in COMMANDS:
         return None
     if first == "--version":
         print(f"pathsgd {importlib.metadata.version('pathsgd')}")
-    elif first in ("-h", "--help"):
-        print(usage())
-    elif not first:
-        print(usage(), file=sys.stderr)
-        return 2
-    else:
-        print(f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+    if first in ("-h", "--help"):
+        print(usage)
+        return 0
+    unknown = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
+    print(unknown if first else usage, file=sys.stderr)
+    return 2
 
 
 def main() -> int:
