@@ -6,6 +6,7 @@ It stands beside the package, because importing anything from ``pathsgd`` import
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -51,7 +52,12 @@ def answer(arguments: Sequence[str]) -> int | None:
 
 def main() -> int:
     """Runs the command line of this process and returns the exit code."""
-    code = answer(sys.argv[1:])
+    try:
+        code = answer(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `pathsgd --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     if code is not None:
         return code
     # A KeyboardInterrupt in the middle of an import prints a traceback of torch's own files.
