@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathsgd.errors import PathError
 from pathsgd_entry_point import COMMANDS, answer
 
+RESUMABLE = ("reproduce", "sweep", "train")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pathsgd`` with these arguments, by default those of the process, and returns the exit code."""
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        return 130
+        resumes = "; the same command resumes" if arguments[0] in RESUMABLE else ""
+        return _fail(f"interrupted{resumes}", 130)
     except ModuleNotFoundError as error:
         if error.name != "tyro":
             raise
@@ -48,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename}: {reason}" if error.filename else reason)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 1) -> int:
     print(f"pathsgd: {message}", file=sys.stderr)
-    return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_wrong_option_is_named(arguments, part, capsys):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device", "/some/file"), 1, "/some/file: No space left on device"),
         (OSError("one\ntwo"), 1, "one two"),
     ],
@@ -108,4 +108,4 @@ def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code,
 
     monkeypatch.setattr("pathsgd.bench.command.main", fail)
     assert cli.main(["bench"]) == code
-    assert capsys.readouterr().err == (f"pathsgd: {line}\n" if line else "")
+    assert capsys.readouterr().err == f"pathsgd: {line}\n"

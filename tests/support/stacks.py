@@ -11,8 +11,8 @@ from torch import nn
 import pathsgd
 from pathsgd import PathSGD
 
-KINDS = ["blocked", "compiled", "triton"]
-"""Triton's by its interpreter; on a GPU by hand, see on_gpu.py."""
+KINDS = ["blocked", "triton"]
+"""The fused implementations; Triton's by its interpreter where there is no GPU."""
 
 
 def stack(*widths, bias=True, dtype=torch.float32):
@@ -52,8 +52,6 @@ def assert_close(found, expected, rtol=1e-6):
         assert (a - b).norm() <= rtol * b.norm(), name
 
 
-def carried(optimizer):
-    """Whether a kernel moved the chain of this optimizer at the last step and knows the next gammas."""
-    plan = optimizer._plan
-    steps = [] if plan is None else list(plan._steps.values())
-    return [step.carries(list(plan.parameters.values())) for step in steps] == [True]
+def is_fused(optimizer):
+    """Whether a fused implementation moved every parameter in the last step."""
+    return "reference" not in optimizer.implementations.values()

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from pathsgd import PathAdagrad, PathNormalized, PathSGD
 from pathsgd.console.muon import MuonAndSGD
+from pathsgd.console.timing import LR, MakeOptimizer, Stepper
 
-LR = 1e-30
-"""So small that no weight changes: a network that diverges would be timed as one of NaNs."""
 BASELINE = "SGD, fused"
-
-
-class Stepper(Protocol):
-    """The part of an optimizer that is timed."""
-
-    def step(self) -> object: ...
 
 
 class NaivePathSGD:
@@ -63,7 +53,7 @@ def _adagrad(model: nn.Module, x: Tensor) -> Stepper:
     return torch.optim.Adagrad(model.parameters(), LR, **({} if x.is_cuda else {"fused": True}))
 
 
-METHODS: dict[str, Callable[[nn.Module, Tensor], Stepper | None]] = {
+METHODS: dict[str, MakeOptimizer] = {
     "SGD, foreach": lambda m, x: torch.optim.SGD(m.parameters(), LR, foreach=True),
     BASELINE: lambda m, x: torch.optim.SGD(m.parameters(), LR, fused=True),
     "PathSGD": lambda m, x: PathSGD(m, x, lr=LR),
@@ -79,7 +69,6 @@ METHODS: dict[str, Callable[[nn.Module, Tensor], Stepper | None]] = {
     ),
     "Muon": _muon,
 }
-"""(model, input) -> an optimizer, or None where the method does not apply."""
 SWEPT = (BASELINE, "PathSGD", "Path-SGD by hand")
 """What is measured over batch size, width and depth."""
 HEAVY = ("Muon",)

@@ -12,9 +12,7 @@ from pathsgd.console.optional_imports import import_optional
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
-"""Colour, marker, line: told apart in grey too."""
-
-
+"""Colour, marker, line, which differ in grey, too."""
 TOP = 2.6
 """Of the axes of a sweep; ratios above it are written there."""
 

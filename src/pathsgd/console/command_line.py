@@ -44,15 +44,18 @@ def parse(config: type[T], arguments: Sequence[str], command: str, default: T | 
 
 
 def parse_known(config: type[T], arguments: Sequence[str], command: str) -> T:
-    """Reads these options and ignores all others: what the defaults of the others depend on."""
+    """Reads the options that the defaults of others depend on, and ignores the others."""
     with _raise_path_errors():
-        found, _ = tyro.cli(config, args=arguments, config=MARKERS, return_unknown_args=True, add_help=False)
+        found, _ = tyro.cli(
+            config, prog=f"pathsgd {command}", args=arguments, config=MARKERS, return_unknown_args=True,
+            add_help=False,
+        )  # fmt: skip
         return found
 
 
 @contextlib.contextmanager
 def _raise_path_errors() -> Iterator[None]:
-    """tyro prints a ValueError that a dataclass raises, and exits. Raises a PathError instead of that."""
+    """Raises the PathError of a dataclass, which tyro would print as a box before it exits."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):

@@ -111,11 +111,9 @@ class Reference:
         found: Any = module
         reached = self.text.rpartition(":")[0]
         for part in self.name.split("."):
-            try:
-                found = getattr(found, part)
-            except AttributeError as error:
-                raise PathError(f"there is no {part!r} in {reached}") from error
-            reached += f".{part}"
+            if not hasattr(found, part):
+                raise PathError(f"there is no {part!r} in {reached}")
+            found, reached = getattr(found, part), f"{reached}.{part}"
         return found
 
 

@@ -8,8 +8,8 @@ three candidates, all of them equivariant; they weigh a path through the weight
 - by k^2: ``gram = f' + a f''``, at p = 2 the diagonal of the Gram matrix of the path map;
 - by k (2k - 1): ``hessian = f' + 2 a f''``, at p = 2 half the diagonal of the Hessian of phi^2.
 
-``a f'' / f'`` has no scale: it is the mean of k - 1 over the uses of the weight, between 0 and the
-longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
+``a f'' / f'`` does not change under rescaling: it is the mean of k - 1 over the uses of the weight, between 0
+and the longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
+from pathsgd.geometry.extended_float import Arithmetic
 from pathsgd.geometry.passes import powered_network
 from pathsgd.graph.nodes import Square, Weighted
 from pathsgd.graph.path_graph import PathGraph
@@ -41,15 +42,15 @@ def check_shared(shared: object, p: float) -> Shared:
     return shared  # type: ignore[return-value]
 
 
-def factors(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
+def shared_corrections(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
     """What kappa1 is to be multiplied by, for the parameters that some path uses more than once."""
     slope = {"kappa1": 0, "gram": 1, "hessian": 2}[shared]
     if not slope:
         return {}
-    return {name: 1 + slope * further_uses(graph, tensors, p, name) for name in repeated(graph)}
+    return {name: 1 + slope * measure_further_uses(graph, tensors, p, name) for name in find_repeated(graph)}
 
 
-def repeated(graph: PathGraph) -> list[str]:
+def find_repeated(graph: PathGraph) -> list[str]:
     """The path-normalised parameters that some path uses more than once. Two paths meet in a square."""
     upstream: list[frozenset[str]] = []
     found: set[str] = set()
@@ -66,7 +67,7 @@ def repeated(graph: PathGraph) -> list[str]:
     return [name for name, info in graph.parameters.items() if name in found and info.normalised]
 
 
-def further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
+def measure_further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
     """``a f'' / f'`` of every entry of a parameter; 0 on dead entries, where f' is all there is.
 
     With ``a v`` in place of a, the derivatives of f with respect to v at 1 are ``a f'`` and ``a^2 f''``.
@@ -79,7 +80,7 @@ def further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Ten
     weight = double[name]
     with torch.enable_grad():
         v = torch.ones_like(weight).requires_grad_()
-        powered = powered_network(graph, {**double, name: weight * _root(v, p)}, p)
+        powered = powered_network(graph, {**double, name: weight * Arithmetic(p, v.dtype).root(v)}, p)
         ends = [value.mantissa.sum() for k, value in powered.forward() if k in graph.ends]
         f = torch.stack(ends).sum()
         (slopes,) = torch.autograd.grad(f, v, create_graph=True)
@@ -107,12 +108,3 @@ def _diagonal(slopes: Tensor, v: Tensor) -> Tensor:
         )
         found.append(rows.reshape(len(entries), count).gather(1, entries[:, None]))
     return torch.cat(found).reshape(v.shape)
-
-
-def _root(x: Tensor, p: float) -> Tensor:
-    """x^(1/p), by square roots where p allows it: then the derivatives of |x^(1/p)|^p are 1 and 0 exactly."""
-    if p > 1 and math.log2(p).is_integer():
-        for _ in range(int(math.log2(p))):
-            x = x.sqrt()
-        return x
-    return x.pow(1 / p)

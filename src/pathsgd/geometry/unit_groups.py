@@ -1,7 +1,7 @@
 """The incoming weights of every unit: the groups over which mu_{p,q} is taken.
 
 A unit is where weighted edges meet: everything summed into one place by additions that nothing else
-looks into is one unit, as in the paper's graph. So a bias belongs to its linear layer, both matrices
+reads is one unit, as in the paper's graph. So a bias belongs to its linear layer, both matrices
 and both biases of a recurrence belong to its hidden unit, and the three edges of a batch norm to its
 affine output. A convolution's channel is one unit, not one per place.
 """
@@ -9,32 +9,32 @@ affine output. A convolution's channel is one unit, not one per place.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.edge_weights import EdgeTensors, Tensors, stored_tensor
+from pathsgd.geometry.edge_weights import Tensors, signed_weights
 from pathsgd.geometry.operations.convolution import by_output
-from pathsgd.graph.nodes import Add, Conv, Linear, Scale, Shape, Source
+from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Shape, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import UnitClasses
 
 
 @dataclass(frozen=True)
 class Part:
-    """One operation's share of the weights into a family of units."""
+    """One operation's share of the weights into a group of units."""
 
     node: int
-    operation: Linear | Conv | Scale | Source
+    operation: Linear | Conv | Multiply | Source
     layout: Shape
     """Where this part's rows lie, broadcastable to the units' layout."""
     units: Shape
-    """The layout of the family: a shape that broadcasts to the value's."""
+    """The layout of the group: a shape that broadcasts to the value's."""
 
     def rows(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The signed weights, one row per unit."""
-        weight = EdgeTensors(tensors, dtype).weights(self.operation.weight).to(dtype)
+        weight = signed_weights(self.operation.weight, tensors, dtype).to(dtype)
         return self._spread(self._by_unit(weight))
 
     def entries(self, shape: Shape) -> Tensor:
@@ -42,8 +42,9 @@ class Part:
         weight = self.operation.weight
         assert weight.parameter is not None
         numbers = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-        seen = stored_tensor(weight.parameter, {weight.parameter.name: numbers}, numbers.dtype)
-        return self._by_unit(seen.expand(weight.shape)).long()
+        plain = replace(weight, factors=())
+        numbers = signed_weights(plain, {weight.parameter.name: numbers}, numbers.dtype)
+        return self._by_unit(numbers.expand(weight.shape)).long()
 
     def row_of_unit(self) -> Tensor | None:
         """The own row that leads into each unit; None where there is one for each, in their order."""
@@ -64,7 +65,7 @@ class Part:
         return self._spread(self._by_unit(edge.tail.expand(shape)))
 
     def heads(self, units: UnitClasses) -> Tensor:
-        """The class of every unit of the family."""
+        """The class of every unit of the group."""
         edge = units.edges[self.node]
         if (own := self._uncovered(units)) is not None:
             return own
@@ -75,7 +76,7 @@ class Part:
         return self._spread(head).flatten()
 
     def _uncovered(self, units: UnitClasses) -> Tensor | None:
-        """The classes of units that share one weight between them and each keep their own scale."""
+        """The classes of units that share one weight between them and each keep their own factor."""
         ids = units.uncovered.get(self.node)
         if ids is None or any(n > m for n, m in zip(ids.shape, self.units, strict=True)):
             return None
@@ -91,14 +92,14 @@ class Part:
                 return weight.reshape(-1, 1)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Rows repeated where the family has more units than this part has rows."""
+        """Rows repeated where the group has more units than this part has rows."""
         index = self.row_of_unit()
         return rows if index is None else rows[index.to(rows.device)]
 
 
 @dataclass(frozen=True)
 class Group:
-    """A family of units with the parts that lead into them."""
+    """Units that the same operations lead into."""
 
     parts: tuple[Part, ...]
 
@@ -108,28 +109,25 @@ class Group:
 
 
 def unit_groups(graph: PathGraph) -> list[Group]:
-    """The families of units that have trainable incoming weights, each weight in exactly one use."""
-    consumers: list[list[int]] = [[] for _ in graph.nodes]
-    for k, node in enumerate(graph.nodes):
-        for source in node.inputs:
-            consumers[source].append(k)
+    """The groups of units that have trainable incoming weights, each weight in exactly one use."""
+    readers = graph.readers()
 
     def root(k: int) -> int:
-        while k not in graph.ends and len(consumers[k]) == 1:
-            (after,) = consumers[k]
+        while k not in graph.ends and len(readers[k]) == 1:
+            (after,) = readers[k]
             if not isinstance(graph.nodes[after].operation, Add):
                 break
             k = after
         return k
 
-    families: dict[int, list[int]] = {}
+    members_of: dict[int, list[int]] = {}
     for k, weight in graph.weights():
         if weight.parameter is not None:
-            families.setdefault(root(k), []).append(k)
+            members_of.setdefault(root(k), []).append(k)
     # The same weights at another time, or at another call of a module, are the same units; the first
     # step of a recurrence, which lacks the weights from its state, is part of the others.
     distinct: dict[frozenset[tuple[str, ...]], list[int]] = {}
-    for members in families.values():
+    for members in members_of.values():
         distinct.setdefault(frozenset(_identity(graph, k) for k in members), members)
     return [
         _group(graph, members) for names, members in distinct.items()
@@ -140,7 +138,7 @@ def unit_groups(graph: PathGraph) -> list[Group]:
 def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
     """What makes two uses of a weight the same edges: the operation and everything multiplied."""
     operation = graph.nodes[k].operation
-    assert isinstance(operation, (Linear, Conv, Scale, Source))
+    assert isinstance(operation, (Linear, Conv, Multiply, Source))
     parameter = operation.weight.parameter
     assert parameter is not None
     factors = tuple(map(repr, operation.weight.factors))
@@ -158,7 +156,7 @@ def _group(graph: PathGraph, members: list[int]) -> Group:
                 layouts.append((1,) * (ndim - 1) + (weight.shape[0],))
             case Conv():
                 layouts.append((1, node.shape[1]) + (1,) * (ndim - 2))
-            case Scale(weight) | Source(weight):
+            case Multiply(weight) | Source(weight):
                 layouts.append((1,) * (ndim - len(weight.shape)) + weight.shape)
             case _:
                 raise AssertionError(f"{operation} has no weights")

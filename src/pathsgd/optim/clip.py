@@ -16,7 +16,28 @@ def clip_path_grad_norm_(
     """Clips the gradients of the optimizer's parameters by their dual path norm ``sqrt(sum g^2 / gamma)``.
 
     In place, like :func:`torch.nn.utils.clip_grad_norm_`, whose raw norm is not invariant. Parameters
-    that are not path-normalised count with gamma = 1. Returns the norm before clipping.
+    that are not path-normalised count with gamma = 1.
+
+    Args:
+        optimizer: the optimizer whose gradients are clipped; it knows their gammas.
+        max_norm: the largest norm that gradients are left with.
+        error_if_nonfinite: whether a norm of nan or inf is an error.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        TypeError: the optimizer knows no paths.
+        RuntimeError: a gradient is sparse, or the norm is not finite and that is an error.
+
+    Example:
+        >>> import pathsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = pathsgd.PathSGD(model)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> before = clip_path_grad_norm_(optimizer, 0.1)
+        >>> clip_path_grad_norm_(optimizer, 1.0).item()
+        0.1
     """
     if not isinstance(optimizer, (PathSGD, PathNormalized)):
         raise TypeError(
@@ -28,11 +49,11 @@ def clip_path_grad_norm_(
     for group in optimizer.param_groups:
         p = group["p"] if isinstance(optimizer, PathSGD) else optimizer.p
         found = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter, gamma in zip(found, optimizer.source.gammas_of(found, p), strict=True):
+        for parameter, gamma in zip(found, optimizer.gamma_cache.gammas_of(found, p), strict=True):
             grad = parameter.grad
             if grad.is_sparse:
                 raise RuntimeError("clip_path_grad_norm_ does not support sparse gradients")
-            h = grad if gamma is None else gamma.gradient_to_z(grad.to(gamma.arithmetic.dtype))
+            h = grad if gamma is None else gamma.gradient_to_z(grad.to(gamma.dtype))
             parts.append(torch.linalg.vector_norm(h))
             grads.append(grad)
     if not grads:

@@ -1,4 +1,4 @@
-"""Weights as ``z = w sqrt(gamma)``, gamma held fixed, for the step of an optimizer that knows of neither."""
+"""Parameters as ``z = w sqrt(gamma)``, gamma held fixed, around the step of any optimizer."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gamma
 
 Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
-"""Shortens the steps of these parameters, which were at these weights."""
+"""Shortens the steps of z of these parameters, which were at these weights."""
 
 
-class Chart:
-    """Parameters seen as z: in place, on the same Parameters. Two copies are held meanwhile, one of the
-    weights and one of the gradients."""
+class InvariantView:
+    """Parameters that hold z, and h as their gradient, inside :meth:`entered`.
+
+    In place, on the same Parameters. Two copies are held meanwhile, one of the weights and one of the
+    gradients.
+    """
 
     def __init__(
-        self, parameters: list[tuple[Tensor, Gamma]], outside: list[Tensor], limit: Limit | None
+        self, parameters: list[tuple[Tensor, Gamma]], fallback: list[Tensor], limit: Limit | None
     ) -> None:
         self.parameters = parameters
-        self.outside = outside
+        self.fallback = fallback
         self.limit = limit
         self.start: list[Tensor] = []
         self.grads: list[Tensor | None] = []
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, each Parameter holds z and its .grad holds h; outside, w and g as they were."""
+        """On an error everything is put back, parameters that fall back included."""
         self.start = [p.detach().clone() for p, _ in self.parameters]
-        outside = [p.detach().clone() for p in self.outside]
+        fallback = [p.detach().clone() for p in self.fallback]
         self.grads = [p.grad for p, _ in self.parameters]
         try:
             for p, gamma in self.parameters:
-                _write(p, gamma.weight_to_z(_computed(p, gamma)))
+                _write(p, gamma.weight_to_z(_compute_dtype(p, gamma)))
             self._check_range()
-            self._take_gradients()
+            self._gradients_to_z()
             yield
         except BaseException:
-            for (p, _), value in zip(self.parameters, self.start, strict=True):
+            for p, value in zip([p for p, _ in self.parameters], self.start, strict=True):
                 _write(p, value)
-            for p, value in zip(self.outside, outside, strict=True):
+            for p, value in zip(self.fallback, fallback, strict=True):
                 p.data.copy_(value)
             raise
         else:
-            self._leave()
+            self._write_weights()
         finally:
             for (p, _), grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
 
-    def wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as a function of z: evaluated at the weights z stands for, its gradient as h."""
 
         def evaluate() -> Any:
@@ -67,12 +70,12 @@ class Chart:
             self.grads = [p.grad for p, _ in self.parameters]
             for (p, _), value in zip(self.parameters, here, strict=True):
                 _write(p, value)
-            self._take_gradients()
+            self._gradients_to_z()
             return loss
 
         return evaluate
 
-    def _leave(self) -> None:
+    def _write_weights(self) -> None:
         """Every Parameter holds w again, moved as z was."""
         if self.limit is None:
             for k, (p, _) in enumerate(self.parameters):
@@ -92,18 +95,18 @@ class Chart:
                     "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
                 )
 
-    def _take_gradients(self) -> None:
+    def _gradients_to_z(self) -> None:
         for p, gamma in self.parameters:
             if p.grad is not None:
                 if p.grad.is_sparse:
                     raise RuntimeError("PathNormalized does not support sparse gradients")
-                p.grad = gamma.gradient_to_z(_computed(p.grad, gamma)).to(p.dtype)
+                p.grad = gamma.gradient_to_z(_compute_dtype(p.grad, gamma)).to(p.dtype)
 
     def _step(self, k: int) -> Tensor:
         """``z' - z``, with z computed again as it was written: a parameter of low precision rounds it."""
         p, gamma = self.parameters[k]
-        z = gamma.weight_to_z(_computed(self.start[k], gamma)).to(p.dtype)
-        return _computed(p, gamma) - _computed(z, gamma)
+        z = gamma.weight_to_z(_compute_dtype(self.start[k], gamma)).to(p.dtype)
+        return _compute_dtype(p, gamma) - _compute_dtype(z, gamma)
 
     def _weight(self, k: int, step: Tensor) -> Tensor:
         """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
@@ -116,5 +119,5 @@ def _write(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def _computed(x: Tensor, gamma: Gamma) -> Tensor:
-    return x.detach().to(gamma.arithmetic.dtype)
+def _compute_dtype(x: Tensor, gamma: Gamma) -> Tensor:
+    return x.detach().to(gamma.dtype)

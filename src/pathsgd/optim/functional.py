@@ -20,10 +20,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pathsgd._torch import is_compiling, is_vmapped
 from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gammas, measure_gammas
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.rule import apply_momentum, apply_steps, gradients_to_z, out_of_place
 
 Named = Mapping[str, Tensor]
 
@@ -43,7 +45,7 @@ def path_sgd(
     maximize: bool = False,
     shared: Shared = "kappa1",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One step of :class:`pathsgd.PathSGD`: (new parameters, new state).
+    """One step of :class:`pathsgd.PathSGD`.
 
     Args:
         graph: of the model, by :func:`pathsgd.trace`.
@@ -51,59 +53,89 @@ def path_sgd(
         grads: by the same names; those left out are not moved.
         state: what the last step returned, its momentum; None at first.
         buffers: by name, for models with batch norm or masks.
-        lr, p, momentum, nesterov, weight_decay, maximize, shared: as in :class:`pathsgd.PathSGD`.
+        lr: step size.
+        p: the order of the path norm.
+        momentum: momentum factor, on the gradient in invariant coordinates.
+        nesterov: Nesterov momentum.
+        weight_decay: decoupled weight decay.
+        maximize: maximize the objective instead of minimizing it.
+        shared: how paths count that use a weight several times, as in :class:`pathsgd.PathSGD`.
 
-    >>> import pathsgd
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    >>> graph, params = pathsgd.trace(model), dict(model.named_parameters())
-    >>> def loss(params, x):
-    ...     return torch.func.functional_call(model, params, (x,)).pow(2).mean()
-    >>> x = torch.ones(4, 2)
-    >>> for _ in range(10):
-    ...     params, _ = path_sgd(graph, params, torch.func.grad(loss)(params, x), lr=0.01)
-    >>> bool(loss(params, x) < loss(dict(model.named_parameters()), x))
-    True
+    Returns:
+        The new parameters and the new state, by name.
+
+    Raises:
+        PathError: a name or a shape is not that of the graph, or a buffer is missing.
+
+    Example:
+        >>> import pathsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> graph, params = pathsgd.trace(model), dict(model.named_parameters())
+        >>> def loss(params, x):
+        ...     return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+        >>> x = torch.ones(4, 2)
+        >>> for _ in range(10):
+        ...     params, _ = path_sgd(graph, params, torch.func.grad(loss)(params, x), lr=0.01)
+        >>> bool(loss(params, x) < loss(dict(model.named_parameters()), x))
+        True
     """
     for name in grads:
         if name not in params:
             raise PathError(f"there is a gradient for {name!r} but no such parameter")
         if name not in graph.parameters:
             raise PathError(f"the graph knows no parameter {name!r}: trace the model again, or leave it out")
-    if isinstance(lr, Tensor):
-        lr = lr.reshape(())
-    found = gammas(graph, params, buffers, p, shared=shared)
-    moved, kept = dict(params), dict(state or {})
-    for name, grad in grads.items():
-        gamma = found[name] if graph.parameters[name].normalised else None
-        h = -grad if maximize else grad
-        h = h if gamma is None else gamma.gradient_to_z(h.to(gamma.arithmetic.dtype))
-        if momentum:
-            before = kept.get(name)
-            kept[name] = h if before is None else momentum * before + h
-            h = h + momentum * kept[name] if nesterov else kept[name]
-        step = lr * (h if gamma is None else gamma.step_from_z(h))
-        weight, dtype = params[name], params[name].dtype
-        if weight_decay:
-            weight = (weight * (1 - lr * weight_decay)).to(dtype)
-        moved[name] = weight - step.to(dtype)
-    return moved, kept
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
+    measured = gammas(graph, params, buffers, p, shared=shared)
+    own = [measured[name] if graph.parameters[name].normalised else None for name in grads]
+    signed = [-grad if maximize else grad for grad in grads.values()]
+    hs = gradients_to_z(signed, own, out_of_place)
+    kept = dict(state or {})
+    before = [kept.get(name, torch.zeros_like(h)) for name, h in zip(grads, hs, strict=True)]
+    us, after = apply_momentum(hs, before, momentum, nesterov, out_of_place)
+    weights = [params[name] for name in grads]
+    moved = apply_steps(weights, us, own, [lr] * len(us), weight_decay, out_of_place)
+    moved = [new.to(weight.dtype) for new, weight in zip(moved, weights, strict=True)]
+    if momentum:
+        kept.update(zip(grads, after, strict=True))
+    return {**params, **dict(zip(grads, moved, strict=True))}, kept
 
 
 def gammas(
     graph: PathGraph, params: Named, buffers: Named | None = None, p: float = 2, *, shared: Shared = "kappa1"
 ) -> Gammas:
-    """gamma of every parameter by name, for rules of your own: with ``gamma = gammas(...)[name]``,
-    ``z = gamma.weight_to_z(w)`` and ``h = gamma.gradient_to_z(g)`` do not change under rescalings, and a step dz
-    becomes ``gamma.step_from_z(dz)``. Not differentiated.
+    """gamma of every parameter, for update rules of your own. Not differentiated.
 
-    Under ``vmap`` and ``torch.compile``, which cannot look at numbers, plain floats are used: enough for
-    networks of ordinary depth. Call it once outside, where it looks, if in doubt: its ``.exponents`` says
-    whether they were needed.
+    With ``gamma = gammas(...)[name]``, ``z = gamma.weight_to_z(w)`` and ``h = gamma.gradient_to_z(g)`` do not
+    change under rescalings, and a step dz becomes ``gamma.step_from_z(dz)``.
+
+    Under ``vmap`` and ``torch.compile``, which cannot look at values, plain floats are used: enough for
+    networks of ordinary depth. If in doubt call it once outside, where it looks: ``.exponents`` of what it
+    returns says whether more was needed.
+
+    Args:
+        graph: of the model, by :func:`pathsgd.trace`.
+        params: by name, as ``model.named_parameters()`` gives them.
+        buffers: by name, for models with batch norm or masks.
+        p: the order of the path norm.
+        shared: how paths count that use a weight several times, as in :class:`pathsgd.PathSGD`.
+
+    Returns:
+        A mapping from the parameters' names to their :class:`pathsgd.Gamma`.
+
+    Raises:
+        PathError: a name or a shape is not that of the graph, or a buffer is missing.
+
+    Example:
+        >>> import pathsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> found = gammas(pathsgd.trace(model), dict(model.named_parameters()))
+        >>> found["0.weight"].dense().shape
+        torch.Size([8, 2])
     """
     graph.check(params)
     tensors = {**params, **(buffers or {})}
-    compiling = torch.compiler.is_compiling()
-    mapped = not compiling and any(map(_is_mapped, tensors.values()))
+    compiling = is_compiling()
+    mapped = not compiling and any(map(is_vmapped, tensors.values()))
     if mapped and shared != "kappa1":
         raise PathError(f"shared={shared!r} cannot be computed under vmap; use 'kappa1'")
     try:
@@ -114,13 +146,3 @@ def gammas(
         raise PathError(
             f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"
         ) from None
-
-
-def _is_mapped(tensor: Tensor) -> bool:
-    """Whether vmap is at work on it, at whatever level of nested transforms."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False

@@ -8,25 +8,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
-from pathsgd.geometry.gamma import Gamma, check_p
-from pathsgd.geometry.shared_weights import Shared, check_shared
+from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
+from pathsgd.geometry.gamma import Gamma, check_p, take_roots
+from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
-from pathsgd.optim.fused.choice import Choice, check_implementation
-from pathsgd.optim.fused.dispatch import Plan, Ready
-from pathsgd.optim.gamma_cache import GammaCache, source_and_params
-from pathsgd.optim.rule import Rule, State
-from pathsgd.optim.step_limit import check_limit
-from pathsgd.optim.update import by_foreach, invariant_steps, move, rates_of
+from pathsgd.optim.fused.dispatch import Choice, Ready
+from pathsgd.optim.path_optimizer import PathOptimizer
+from pathsgd.optim.rule import (
+    Each,
+    Rate,
+    Rule,
+    apply_momentum,
+    apply_steps,
+    gradients_to_z,
+    multi_tensor,
+    single_tensor,
+)
+from pathsgd.optim.step_limit import StepLimit, check_limit
 
 
-class PathSGD(Optimizer):
+class PathSGD(PathOptimizer):
     r"""Path-SGD, rescaling invariant, with momentum and decoupled weight decay.
 
-    With :math:`\gamma` the scale of each weight (one forward and one backward pass over the weights) and
-    :math:`h = g / \sqrt\gamma` the gradient in invariant coordinates:
+    With :math:`\gamma` the path scale of each weight (one forward and one backward pass over the weights)
+    and :math:`h = g / \sqrt\gamma` the gradient in invariant coordinates:
 
     .. math::
         b_t &= \mu b_{t-1} + h_t \\
@@ -35,6 +42,9 @@ class PathSGD(Optimizer):
     Without momentum that is the paper's :math:`w - \eta g / \gamma`. A network and its rescaled copy take
     the same steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2
     *is* path regularisation, :math:`\nabla \phi_2^2 / (2 \gamma_2) = w`.
+
+    Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
+    ``print(optimizer.graph)`` says which and why.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
@@ -55,18 +65,22 @@ class PathSGD(Optimizer):
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
-        implementation: how stacks of linear layers are moved. ``"auto"`` takes ``"triton"`` on a GPU,
-            ``"compiled"`` on a CPU with a C compiler and ``"blocked"`` on one without; what they do not fit,
-            and everything else, is for the ``"reference"``. They compute the same.
-        maximize, foreach, differentiable: as in torch.optim. ``foreach`` chooses a form of the reference.
+        implementation: how stacks of linear layers are moved: ``"triton"`` on a GPU, ``"blocked"`` on a CPU,
+            or ``"reference"``, which moves everything else too. ``"auto"`` chooses; they compute the same.
+        maximize: maximize the objective instead of minimizing it.
+        foreach: whether the reference uses torch's multi-tensor kernels (default: as torch.optim does).
+        differentiable: whether the step is recorded by autograd, gamma held fixed.
 
-    Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
-    ``print(optimizer.graph)`` says which and why.
+    Raises:
+        ValueError: an option is out of its range.
+        TypeError: parameters were passed without the graph of their model.
+        TraceError: the model cannot be traced.
 
-    >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-    >>> optimizer = PathSGD(model, lr=0.01)
-    >>> model(torch.ones(4, 2)).sum().backward()
-    >>> optimizer.step()
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = PathSGD(model, lr=0.01)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -100,8 +114,10 @@ class PathSGD(Optimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if nesterov and momentum <= 0:
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        check_shared(shared, check_p(p))
-        self.source, params = source_and_params(model, example_input, graph, batch_dim, refresh_every, shared)
+        params = self._connect(
+            model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
+            shared=shared, implementation=implementation,
+        )  # fmt: skip
         defaults = {
             "lr": lr,
             "p": p,
@@ -109,23 +125,23 @@ class PathSGD(Optimizer):
             "nesterov": nesterov,
             "weight_decay": weight_decay,
             "fallback_lr": fallback_lr,
-            "fallback_scale": 1.0,
+            "fallback_ratio": 1.0,
             "max_relative_step": max_relative_step,
             "maximize": maximize,
             "foreach": foreach,
             "differentiable": differentiable,
         }
-        self.implementation = check_implementation(implementation)
-        self._plan: Plan | None = None
         super().__init__(params, defaults)
-        self.source.check_known(self.param_groups)
-        self.source.calibrate(p)
-
-    source: GammaCache
-    implementation: Choice
+        self._step_limit = StepLimit(self.gamma_cache)
+        self.gamma_cache.check_known(self.param_groups)
+        self.gamma_cache.calibrate(p)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; ``p``, ``max_relative_step`` and ``fallback_lr`` may be a group's own."""
+        """Adds a group, as in torch.optim; ``p``, ``max_relative_step`` and ``fallback_lr`` may be its own.
+
+        Args:
+            param_group: the parameters and their options.
+        """
         options = {**self.defaults, **param_group}
         check_p(options["p"])
         check_limit(options["max_relative_step"])
@@ -134,11 +150,15 @@ class PathSGD(Optimizer):
             if rate < 0 or lr == 0:
                 raise ValueError(f"Invalid fallback_lr value: {rate} (it follows lr, which must not be 0)")
             # A ratio, so that a schedule of lr acts on both.
-            param_group["fallback_scale"] = rate / lr
+            param_group["fallback_ratio"] = rate / lr
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in torch.optim, but momentum keeps its precision: torch would round it to the parameter's."""
+        """As in torch.optim, but momentum keeps its precision: torch would round it to the parameter's.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+        """
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -147,64 +167,48 @@ class PathSGD(Optimizer):
             if kept is not None and kept.dtype != parameter.dtype:
                 self.state[parameter]["momentum_buffer"] = kept.detach().clone().to(parameter.device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("gamma_cache", "implementation", "_step_limit")}
+        return {**super().__getstate__(), **kept, "_dispatch": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of a state that was saved before an option was there
+        for group in self.param_groups:  # of a state saved before an option was there
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
-    @property
-    def graph(self) -> PathGraph:
-        """What is path-normalised and what is not: ``print(optimizer.graph)``."""
-        return self.source.traced()
-
-    def refresh(self) -> None:
-        """Measure gamma anew at the next step: after writes that torch does not count (``.data``)."""
-        self.source.refresh()
-        if self._plan is not None:
-            self._plan.forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {"source": self.source, "implementation": self.implementation}
-        return {**super().__getstate__(), **kept, "_plan": None}
-
-    @_use_grad_for_differentiable
+    @use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs a single optimization step.
 
         Args:
             closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The loss, if there is a closure.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Everything is looked at before anything is moved: an error leaves the weights as they were, and
+        # Everything is computed before anything is written: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
-        params = [self._checked(group) for group in self.param_groups]
-        chains = self._by_kernel(params)
-        moved = {id(parameter) for chain in chains for parameter in chain.parameters}
-        rest = self._limited(
-            [
-                self._collect(group, [p for p in own if id(p) not in moved])
-                for group, own in zip(self.param_groups, params, strict=True)
-            ]
-        )
+        params = [self._check_gradients(group) for group in self.param_groups]
+        chains = self._by_fused(params)
+        fused = {id(parameter) for chain in chains for parameter in chain.parameters}
+        parts = [
+            self._compute_steps(group, [p for p in own if id(p) not in fused])
+            for group, own in zip(self.param_groups, params, strict=True)
+        ]
+        self._limit_steps(parts)
         for chain in chains:
             chain.step()
-        for part in rest:
-            move(
-                part.params,
-                part.gammas,
-                part.steps,
-                part.rates,
-                weight_decay=part.decay,
-                foreach=part.foreach,
-            )
-        self.source.stepped()
+        for part in parts:
+            apply_steps(part.params, part.us, part.gammas, part.rates, part.weight_decay, part.each)
+        self.gamma_cache.after_step()
         return loss
 
-    def _checked(self, group: dict[str, Any]) -> list[Tensor]:
+    def _check_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in params:
@@ -214,74 +218,57 @@ class PathSGD(Optimizer):
                 raise RuntimeError("PathSGD does not support complex parameters")
         return params
 
-    def _by_kernel(self, params: list[list[Tensor]]) -> list[Ready]:
-        """The chains that kernels move, of these parameters of each group."""
+    def _by_fused(self, params: list[list[Tensor]]) -> list[Ready]:
+        """The chains that a fused implementation moves, of these parameters of each group."""
         rules: dict[int, Rule] = {}
+        names = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
         for group, own in zip(self.param_groups, params, strict=True):
-            if (
-                group["foreach"] is None
-                and not group["differentiable"]
-                and group["max_relative_step"] is None
-            ):
-                rules.update(dict.fromkeys(map(id, own), _rule(group)))
-        if not rules or self.source.refresh_every > 1 or torch.compiler.is_compiling():
-            return []
-        self.source.check_identity()
-        if self._plan is None:
-            self._plan = Plan(self.source.traced(), self.source.model, self.implementation)
-        return self._plan.ready(rules, self._state_of, self.source.gammas)
+            plain = group["foreach"] is None and not group["differentiable"]
+            if plain and group["max_relative_step"] is None:
+                rules.update(dict.fromkeys(map(id, own), Rule(**{name: group[name] for name in names})))
+        return self._ready_chains(rules, lambda parameter: (self._momentum_buffer(parameter),))
 
-    def _state_of(self, parameter: Tensor) -> State:
-        """Kernels write their momentum in place, so it has to be there: zero before the first step."""
+    def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             state["momentum_buffer"] = torch.zeros_like(
                 parameter, dtype=dtype, memory_format=torch.contiguous_format
             )
-        return (state["momentum_buffer"],)
+        return state["momentum_buffer"]
 
-    def _collect(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
-        """A group's parameters with their steps in invariant coordinates."""
-        grads = [parameter.grad for parameter in params if parameter.grad is not None]
-        gammas = self.source.gammas_of(params, group["p"])
+    def _compute_steps(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
+        """The steps of a group's parameters in invariant coordinates."""
+        gammas = self.gamma_cache.gammas_of(params, group["p"])
         foreach = group["foreach"]
         if foreach is None:
-            foreach = by_foreach(params, group["differentiable"])
-        rates = rates_of(gammas, group["lr"], group["fallback_scale"])
-        buffers: list[Tensor | None] = [None] * len(params)
-        if group["momentum"] != 0:
-            buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-        steps = invariant_steps(
-            grads, gammas, buffers, rates,
-            momentum=group["momentum"], nesterov=group["nesterov"], maximize=group["maximize"],
-            foreach=foreach,
-        )  # fmt: skip
-        if group["momentum"] != 0:
-            for parameter, buffer in zip(params, buffers, strict=True):
-                self.state[parameter]["momentum_buffer"] = buffer
-        decay = group["weight_decay"]
-        bound = group["max_relative_step"]
-        if bound is not None and decay != 0:  # a limit is on all that moves a unit
-            weights = [
-                p if g is None else g.weight_to_z(p.to(g.arithmetic.dtype))
-                for p, g in zip(params, gammas, strict=True)
-            ]
-            steps = [step + rate * decay * w for step, rate, w in zip(steps, rates, weights, strict=True)]
-            decay = 0.0
-        return _Part(params, gammas, steps, rates, decay, foreach, group["p"], bound)
+            foreach = defaults_to_foreach(params, group["differentiable"])
+        if foreach:
+            take_roots(gamma for gamma in gammas if gamma is not None)
+        each = multi_tensor if foreach else single_tensor
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        hs = gradients_to_z([-grad for grad in grads] if group["maximize"] else grads, gammas, each)
+        momentum = group["momentum"]
+        buffers = [self._momentum_buffer(parameter) for parameter in params] if momentum else []
+        us, _ = apply_momentum(hs, buffers, momentum, group["nesterov"], each)
+        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        rates = [lr if gamma is not None else lr * group["fallback_ratio"] for gamma in gammas]
+        return _Part(
+            params, gammas, us, rates, group["weight_decay"], each, group["p"], group["max_relative_step"]
+        )
 
-    def _limited(self, parts: list[_Part]) -> list[_Part]:
-        """The same with steps that no unit finds too long, whichever groups they come from."""
+    def _limit_steps(self, parts: list[_Part]) -> None:
+        """Shortens the steps of units that would move too far, over all groups together."""
         for p in {part.p for part in parts if part.bound is not None}:
             own = [part for part in parts if part.p == p]
             params = [parameter for part in own for parameter in part.params]
-            steps = [step for part in own for step in part.steps]
             bounds = [part.bound for part in own for _ in part.params]
-            short = iter(self.source.limited(self.source.gammas(p), params, params, steps, bounds, p))
+            steps = [step for part in own for step in part.steps()]
+            short = iter(self._step_limit.limit(params, params, steps, bounds, p))
             for part in own:
-                part.steps = [next(short) for _ in part.steps]
-        return parts
+                limited = [next(short) for _ in part.us]
+                if part.bound is not None:
+                    part.us, part.rates, part.weight_decay = limited, [1.0] * len(limited), 0.0
 
 
 @dataclass
@@ -290,14 +277,21 @@ class _Part:
 
     params: list[Tensor]
     gammas: list[Gamma | None]
-    steps: list[Tensor]
-    rates: list[float | Tensor]
-    decay: float
-    foreach: bool
+    us: list[Tensor]
+    rates: list[Rate]
+    weight_decay: float
+    each: Each
     p: float
     bound: float | None
 
-
-def _rule(group: dict[str, Any]) -> Rule:
-    names = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
-    return Rule(**{name: group[name] for name in names})
+    def steps(self) -> list[Tensor]:
+        """The steps of z with their rates, and where they are limited with the decay: a limit is on all that
+        moves a unit."""
+        decay = 0.0 if self.bound is None else self.weight_decay
+        steps = [rate * u for rate, u in zip(self.rates, self.us, strict=True)]
+        if decay:
+            for k, (w, gamma, rate) in enumerate(zip(self.params, self.gammas, self.rates, strict=True)):
+                steps[k] = steps[k] + rate * decay * (
+                    w if gamma is None else gamma.weight_to_z(w.to(gamma.dtype))
+                )
+        return steps

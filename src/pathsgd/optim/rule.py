@@ -1,34 +1,38 @@
-"""What is done to a weight in a step: SGD, Adagrad or Adam in the coordinates z = w sqrt(gamma).
+"""The formula of a step in torch operations; fused/gpu/triton_kernels.py has it once more, in Triton.
 
-With ``s`` the inverse root of gamma, so that ``h = g s`` is the gradient of z:
+Path-SGD with momentum and decoupled decay, in the invariant coordinates ``z = w sqrt(gamma)``:
 
-    h = g s  (+ decay w / s, where the decay is coupled to the gradient)
-    u = b,             b = momentum b + h                                           SGD
-    u = h / (sqrt(v) + eps),           v = v + h^2                                  Adagrad
-    u = m / (sqrt(v / c) + eps),       m = b1 m + (1 - b1) h,  v = b2 v + (1 - b2) h^2    Adam
-    w = (1 - lr decay) w - rate u s
+    h = g / sqrt(gamma)                               the gradient of z
+    b = momentum b + h
+    u = h + momentum b  with Nesterov, else b
+    w = (1 - lr weight_decay) w - lr u / sqrt(gamma)
 
-Every implementation follows :func:`moved`.
+Without momentum that is the paper's ``w - lr g / gamma``. For AdaGrad and Adam, u is torch's own update of h:
+see :mod:`pathsgd.optim.fused.torch_rules`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from pathsgd import _torch
+
 Method = Literal["sgd", "adagrad", "adam"]
 Decay = Literal["all", "live", "coupled"]
 State = tuple[Tensor, ...]
+Rate = float | Tensor
 
 
 @dataclass(frozen=True)
 class Rule:
     """The numbers of a step."""
 
-    lr: float | Tensor
+    lr: Rate
     method: Method = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
@@ -36,85 +40,142 @@ class Rule:
     eps: float = 0.0
     lr_decay: float = 0.0
     step: float | Tensor = 1.0
-    """Which step this is, from 1; a tensor on a GPU may hold it."""
+    """Which step this is, from 1; on a GPU it may be a tensor."""
     weight_decay: float = 0.0
     decay: Decay = "all"
-    """``"all"`` weights shrink, or only the ``"live"`` ones, as z does; or it is ``"coupled"``, part of h."""
+    """Decay shrinks ``"all"`` weights or only ``"live"`` ones (gamma > 0), as a decay of z would; or it is
+    ``"coupled"``, part of h."""
     maximize: bool = False
     p: float = 2
 
     @property
-    def states(self) -> int:
-        """Numbers kept for each weight."""
+    def state_count(self) -> int:
+        """Numbers of state for each weight."""
         return {"sgd": int(self.momentum != 0), "adagrad": 1, "adam": 2}[self.method]
 
     @property
-    def coupled(self) -> float:
+    def coupled_decay(self) -> float:
         return self.weight_decay if self.decay == "coupled" else 0.0
 
     @property
-    def sign(self) -> float:
-        return -1.0 if self.maximize else 1.0
+    def decoupled_decay(self) -> float:
+        return 0.0 if self.decay == "coupled" else self.weight_decay
 
-    def rate(self) -> float | Tensor:
-        if self.method == "adagrad":
-            return self.lr / (1 + (self.step - 1) * self.lr_decay)
-        if self.method == "adam":
-            return self.lr / (1 - self.betas[0] ** self.step)
-        return self.lr
-
-    def correction(self) -> float | Tensor:
-        """What sqrt(v) of Adam is multiplied by."""
-        return (1 - self.betas[1] ** self.step) ** -0.5 if self.method == "adam" else 1.0
-
-    def shrink(self) -> float | Tensor:
-        """What a weight is multiplied by, or if ``decay`` is ``"live"`` a weight that is on a path."""
-        return 1.0 if self.decay == "coupled" else 1 - self.lr * self.weight_decay
-
-    def goes_with(self, other: Rule) -> bool:
-        """Whether both can move parts of one chain: groups may differ in lr, decay and steps taken."""
-        return self is other or all(getattr(self, name) == getattr(other, name) for name in SHARED)
+    def is_compatible(self, other: Rule) -> bool:
+        """Whether both can move parts of one chain: groups may differ in lr, decay and step count."""
+        return self is other or all(getattr(self, name) == getattr(other, name) for name in COMMON)
 
 
-SHARED = ("method", "momentum", "nesterov", "betas", "eps", "lr_decay", "decay", "maximize", "p")
+COMMON = ("method", "momentum", "nesterov", "betas", "eps", "lr_decay", "decay", "maximize", "p")
 
 
-def moved(weight: Tensor, grad: Tensor, state: State, scale: Tensor, rule: Rule) -> tuple[Tensor, State]:
-    """(new weight, new state), in the dtype of ``scale``."""
-    w, h = weight.to(scale.dtype), rule.sign * grad.to(scale.dtype) * scale
-    live = scale > 0
-    if rule.coupled:
-        h = h + rule.coupled * torch.where(live, w / scale, 0)
-    state = tuple(s.to(scale.dtype) for s in state)
-    u, state = _direction(h, state, rule)
-    shrink = rule.shrink()
-    w = torch.where(live, w * shrink, w) if rule.decay == "live" else w * shrink
-    return w - rule.rate() * (u * scale), state
+class InvariantCoordinates(Protocol):
+    """The maps between w and z of one tensor: a :class:`pathsgd.Gamma`, or a block of one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def gradient_to_z(self, gradient: Tensor) -> Tensor: ...
+
+    def step_from_z(self, step: Tensor) -> Tensor: ...
+
+    def inverse_root(self) -> Tensor | None:
+        """``1 / sqrt(gamma)`` for every entry, where it is stored."""
 
 
-def _direction(h: Tensor, state: State, rule: Rule) -> tuple[Tensor, State]:
-    if rule.method == "adagrad":
-        v = state[0] + h * h
-        return h / (v.sqrt() + rule.eps), (v,)
-    if rule.method == "adam":
-        first, second = rule.betas
-        m = first * state[0] + (1 - first) * h
-        v = second * state[1] + (1 - second) * (h * h)
-        return m / (v.sqrt() * rule.correction() + rule.eps), (m, v)
-    if not state:
-        return h, ()
-    b = rule.momentum * state[0] + h
-    return h + rule.momentum * b if rule.nesterov else b, (b,)
+# One operation on each tensor of a list, by the name of torch's method. The formula is written with these, so
+# that one text serves in-place updates, torch's multi-tensor kernels and torch.func, which writes nothing.
+
+Each = Callable[..., list[Tensor]]
 
 
-def powered(w: Tensor, p: int) -> Tensor:
-    """``|w|^p`` for p = 1, 2, 4."""
-    if p == 1:
-        return w.abs()
-    return w * w if p == 2 else (w * w) * (w * w)
+def single_tensor(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+    """Tensor by tensor; names that end in an underscore write in place, as in torch."""
+
+    def pick(other: Any, k: int) -> Any:
+        return other[k] if isinstance(other, (list, tuple)) else other
+
+    return [
+        getattr(tensor, operation)(*(pick(other, k) for other in others), **options)
+        for k, tensor in enumerate(tensors)
+    ]
 
 
-def inverse_root(x: Tensor, p: int) -> Tensor:
-    """``x^(-1/p)``, and 0 for a dead unit."""
-    root = x if p == 1 else x.sqrt() if p == 2 else x.sqrt().sqrt()
-    return torch.where(root > 0, 1 / root, 0)
+def multi_tensor(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+    """All tensors in few kernel launches."""
+    if not tensors:
+        return []
+    found = _torch.foreach(operation, list(tensors), *others, **options)
+    return list(tensors) if operation.endswith("_") else list(found)
+
+
+def out_of_place(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+    """Tensor by tensor, and nothing is overwritten."""
+    return single_tensor(operation.rstrip("_"), tensors, *others, **options)
+
+
+# The formula. ``None`` in place of coordinates means gamma = 1.
+
+
+def gradients_to_z(
+    grads: Sequence[Tensor], gammas: Sequence[InvariantCoordinates | None], each: Each
+) -> list[Tensor]:
+    """``h = g / sqrt(gamma)``, in the precision of gamma."""
+    found = [g if gamma is None else g.to(gamma.dtype) for g, gamma in zip(grads, gammas, strict=True)]
+    stored: dict[int, Tensor] = {}
+    for k, gamma in enumerate(gammas):
+        if gamma is None:
+            continue
+        root = gamma.inverse_root()
+        if root is None:
+            found[k] = gamma.gradient_to_z(found[k])
+        else:
+            stored[k] = root
+    products = each("mul", [found[k] for k in stored], list(stored.values()))
+    for k, product in zip(stored, products, strict=True):
+        found[k] = product
+    return found
+
+
+def apply_momentum(
+    hs: list[Tensor], buffers: list[Tensor], momentum: float, nesterov: bool, each: Each
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``(u, b)`` from h and the momentum buffers ``b``."""
+    if not momentum:
+        return hs, buffers
+    buffers = each("mul_", buffers, momentum)
+    buffers = each("add_", buffers, hs)
+    return each("add", hs, buffers, alpha=momentum) if nesterov else buffers, buffers
+
+
+def apply_steps(
+    weights: Sequence[Tensor],
+    us: Sequence[Tensor],
+    gammas: Sequence[InvariantCoordinates | None],
+    rates: Sequence[Rate],
+    weight_decay: float,
+    each: Each,
+) -> list[Tensor]:
+    """``(1 - rate weight_decay) w - rate u / sqrt(gamma)``."""
+    found = list(weights)
+    if weight_decay:
+        found = each("mul_", found, [1 - rate * weight_decay for rate in rates])
+    together: dict[tuple[float, bool], list[int]] = {}
+    roots = [None if gamma is None else gamma.inverse_root() for gamma in gammas]
+    for k, (weight, u, gamma, rate) in enumerate(zip(found, us, gammas, rates, strict=True)):
+        root = roots[k]
+        mixed = len({t.dtype for t in (weight, u, root) if t is not None}) > 1
+        if mixed or isinstance(rate, Tensor) or (gamma is not None and root is None):
+            step = rate * (u if gamma is None else gamma.step_from_z(u))
+            (found[k],) = each("sub_", [weight], [step.to(weight.dtype)])
+        else:
+            together.setdefault((rate, gamma is None), []).append(k)
+    for (rate, plain), places in together.items():
+        ws, own = [found[k] for k in places], [us[k] for k in places]
+        if plain:
+            moved = each("add_", ws, own, alpha=-rate)
+        else:
+            moved = each("addcmul_", ws, own, [roots[k] for k in places], value=-rate)
+        for k, weight in zip(places, moved, strict=True):
+            found[k] = weight
+    return found

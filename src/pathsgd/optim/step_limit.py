@@ -14,14 +14,16 @@ whose weights are all zero has nothing to measure by and moves freely.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pathsgd.geometry.gamma import Gammas
 from pathsgd.geometry.unit_groups import Group, unit_groups
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.gamma_cache import GammaCache
 
 
 def check_limit(max_relative_step: float | None) -> None:
@@ -61,7 +63,7 @@ class Incoming:
         return least.scatter_reduce(0, entries.flatten(), values, "amin").reshape(shape)
 
 
-def families(graph: PathGraph) -> list[list[Incoming]]:
+def find_families(graph: PathGraph) -> list[list[Incoming]]:
     """The units of a graph with their incoming weights, those that are path-normalised."""
     found = [_incoming(graph, group) for group in unit_groups(graph)]
     return [family for family in found if family]
@@ -82,19 +84,59 @@ def _incoming(graph: PathGraph, group: Group) -> list[Incoming]:
     return parts
 
 
-def limited(
-    units: list[list[Incoming]],
+class StepLimit:
+    """Limits the steps of one model's parameters."""
+
+    def __init__(self, gamma_cache: GammaCache) -> None:
+        self.gamma_cache = gamma_cache
+        self._families: list[list[Incoming]] | None = None
+
+    @property
+    def families(self) -> list[list[Incoming]]:
+        """The units of the graph with their incoming weights, found once."""
+        if self._families is None:
+            self._families = find_families(self.gamma_cache.graph)
+        return self._families
+
+    def limit(
+        self,
+        parameters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        bounds: Sequence[float | None],
+        p: float,
+        gammas: Gammas | None = None,
+    ) -> list[Tensor]:
+        """Shortens steps in invariant coordinates to the bounds of the units they lead into.
+
+        Takes all parameters of a step together, with their weights from before it. A parameter without a
+        bound is not shortened, but its step counts. ``gammas`` are those of the cache, unless given.
+        """
+        gammas = self.gamma_cache.gammas(p) if gammas is None else gammas
+        known = self.gamma_cache.names
+        names = [known.get(id(parameter)) for parameter in parameters]
+        moved = {name: step for name, step in zip(names, steps, strict=True) if name is not None}
+        limits = {n: b for n, b in zip(names, bounds, strict=True) if n is not None and b is not None}
+        tensors: dict[str, Tensor] = dict(self.gamma_cache.model.named_parameters())
+        tensors.update({name: w for name, w in zip(names, weights, strict=True) if name is not None})
+        z = {
+            name: gammas[name].weight_to_z(tensors[name].detach().to(gammas[name].dtype))
+            for name in {part.name for family in self.families for part in family}
+        }
+        short = limit_steps(self.families, moved, z, limits, p)
+        return [step if name is None else short[name] for name, step in zip(names, steps, strict=True)]
+
+
+def limit_steps(
+    families: list[list[Incoming]],
     steps: Mapping[str, Tensor],
     z: Mapping[str, Tensor],
     bounds: Mapping[str, float],
     p: float,
 ) -> dict[str, Tensor]:
-    """The steps in invariant coordinates, shortened where a unit's is too long for its weights ``z``.
-
-    ``bounds`` holds the max_relative_step of the parameters that have one; all steps into a unit count.
-    """
+    """The steps by name, each shortened where it moves a unit too far for its weights ``z``."""
     factors: dict[str, Tensor] = {}
-    for family in units:
+    for family in families:
         moved = [part for part in family if part.name in steps]
         if not any(part.name in bounds for part in moved):
             continue

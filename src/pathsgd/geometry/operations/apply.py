@@ -13,29 +13,12 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
-from pathsgd.geometry.operations import movement
 from pathsgd.geometry.operations.contraction import contract
-from pathsgd.geometry.operations.convolution import conv
+from pathsgd.geometry.operations.convolution import conv, transpose_conv
+from pathsgd.geometry.operations.views import apply_view, cat
 from pathsgd.geometry.operations.windows import window_matrix
-from pathsgd.graph.nodes import (
-    Add,
-    AxisMap,
-    Begin,
-    Cat,
-    Conv,
-    Embed,
-    Expand,
-    Linear,
-    Operation,
-    Permute,
-    Reduce,
-    Reshape,
-    Scale,
-    Shape,
-    Slice,
-    Source,
-    Square,
-)
+from pathsgd.graph import nodes
+from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
 
 def apply(
@@ -48,32 +31,32 @@ def apply(
 ) -> ExtendedFloat:
     """The value of one node from the values of its inputs."""
     match operation:
-        case Begin():
+        case nodes.Begin():
             return arithmetic.ones(shape, device)
-        case Source():
+        case nodes.Source():
             assert weight is not None
             return arithmetic.edges(weight, shape)
-        case Linear():
+        case nodes.Linear():
             assert weight is not None
             return contract(arithmetic, inputs[0], weight)
         case Conv():
             assert weight is not None
             return conv(arithmetic, operation, inputs[0], weight)
-        case Scale():
+        case nodes.Multiply():
             assert weight is not None
             return arithmetic.multiply(inputs[0], arithmetic.edges(weight, shape))
-        case Add():
+        case nodes.Add():
             return arithmetic.add(inputs)
-        case Square():
+        case nodes.Square():
             return arithmetic.multiply(inputs[0], inputs[0])
         case AxisMap():
             return axis_map(arithmetic, operation, inputs[0])
-        case Reduce():
+        case nodes.Reduce():
             return arithmetic.reduce(inputs[0], operation.dims)
-        case Cat():
-            return movement.cat(inputs, operation.dim)
+        case nodes.Cat():
+            return cat(inputs, operation.dim)
         case _:
-            return movement.move(operation, inputs[0])
+            return apply_view(operation, inputs[0])
 
 
 def adjoint(
@@ -87,21 +70,21 @@ def adjoint(
     """The path weight that flows back to each input of a node, given their shapes (and the value
     that is squared, the one operation that is not linear)."""
     match operation:
-        case Begin() | Source():
+        case nodes.Begin() | nodes.Source():
             return []
-        case Linear():
+        case nodes.Linear():
             assert weight is not None
             return [contract(arithmetic, gradient, weight.t())]
         case Conv():
             assert weight is not None
             out = tuple(gradient.mantissa.shape)
-            return [conv(arithmetic, flipped(operation, shapes[0], out), gradient, weight)]
-        case Scale():
+            return [conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)]
+        case nodes.Multiply():
             assert weight is not None
             return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
-        case Add():
+        case nodes.Add():
             return [gradient] * len(shapes)
-        case Square():
+        case nodes.Square():
             # d(x^2) = 2 x dx; the best pair of paths (p = inf) has no factor 2.
             factor = 1 if math.isinf(arithmetic.p) else 2
             assert squared is not None
@@ -112,43 +95,28 @@ def adjoint(
         case Expand():
             dims = [d for d, n in enumerate(shapes[0]) if n != operation.shape[d]]
             return [arithmetic.reduce(gradient, dims)]
-        case Reduce():
-            return [movement.move(Expand(shapes[0]), gradient)]
-        case Cat():
+        case nodes.Reduce():
+            return [apply_view(Expand(shapes[0]), gradient)]
+        case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                movement.move(Slice(operation.dim, sum(sizes[:k]), size), gradient)
+                apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
-            return [movement.move(Reshape(shapes[0]), gradient)]
+            return [apply_view(Reshape(shapes[0]), gradient)]
         case Permute():
             inverse = sorted(range(len(operation.dims)), key=operation.dims.__getitem__)
-            return [movement.move(Permute(tuple(inverse)), gradient)]
+            return [apply_view(Permute(tuple(inverse)), gradient)]
         case Slice():
             back = Embed(operation.dim, operation.start, shapes[0][operation.dim], operation.step)
-            return [movement.move(back, gradient)]
+            return [apply_view(back, gradient)]
         case Embed():
-            length = shapes[0][operation.dim]
-            return [movement.move(Slice(operation.dim, operation.start, length, operation.step), gradient)]
-
-
-def flipped(operation: Conv, into: Shape, out: Shape) -> Conv:
-    """The adjoint of a convolution: its transpose, and the other way round, with the same weight."""
-    if operation.transposed:
-        return replace(operation, transposed=False, output_padding=(0,) * len(operation.stride))
-    kernel = operation.weight.shape[2:]
-    natural = [
-        (out[2 + k] - 1) * operation.stride[k] - 2 * operation.padding[k]
-        + operation.dilation[k] * (kernel[k] - 1) + 1
-        for k in range(len(kernel))
-    ]  # fmt: skip
-    extra = tuple(into[2 + k] - natural[k] for k in range(len(kernel)))
-    return replace(operation, transposed=True, output_padding=extra)
+            raise AssertionError("an adjoint in a traced graph")
 
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
-    x = arithmetic.common(x, [operation.dim])
+    x = arithmetic.align(x, [operation.dim])
     matrix = window_matrix(operation.window, arithmetic.dtype, x.mantissa.device)
     edges = arithmetic.power(matrix.t() if operation.adjoint else matrix)
     moved = x.mantissa.movedim(operation.dim, -1)
@@ -157,4 +125,4 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> Ex
         mapped = torch.stack(rows, -1)
     else:
         mapped = moved @ edges.t()
-    return arithmetic.normalised(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))
+    return arithmetic.normalise(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))

@@ -1,1 +1,1 @@
-"""The Path-SGD step of a chain of linear layers: readable, in blocks, compiled, and on a GPU."""
+"""Stacks of linear layers moved in one pass that also sums the next step's gamma."""

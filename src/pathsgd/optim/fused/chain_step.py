@@ -1,9 +1,9 @@
 """The step of a whole chain: from both ends to the middle, gamma carried to the next step.
 
-The forward chain of next gammas grows from the first layer, the backward chain from the last; each layer
-extends one of them in the pass that moves it, and the middle one closes both. For three layers that is all:
-every weight is read once and written once, as in SGD. Longer chains read the layers once more for the
-direction that was not covered.
+The next gamma_in grows from the first layer, the next gamma_out from the last; each layer extends one of
+them in the pass that moves it, and the middle one closes both. For three layers that is all: every weight is
+read once and written once, as in SGD. Longer chains read the layers once more for the direction that was
+not covered.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pathsgd._torch import is_capturing
 from pathsgd.geometry.gamma import Gammas
 from pathsgd.graph.chains import Chain
-from pathsgd.optim.fused.exponent_frame import framed
+from pathsgd.optim.fused.exponent_frame import fit_frame
 from pathsgd.optim.fused.implementation import Implementation, LayerTensors
-from pathsgd.optim.watch import Stamp, blind, stamps
+from pathsgd.optim.gamma_cache import Version, versions
 
 
 class ChainStep:
@@ -26,54 +27,55 @@ class ChainStep:
     def __init__(self, chain: Chain, implementation: Implementation) -> None:
         self.chain = chain
         self.implementation = implementation
-        self._stamps: list[Stamp] | None = None
+        self._versions: list[Version] | None = None
 
-    def measured(self, scales: Gammas, parameters: Sequence[Tensor]) -> bool:
-        """Takes gammas that were just measured from the weights; False if they do not fit plain floats."""
+    def start(self, gammas: Gammas, parameters: Sequence[Tensor]) -> bool:
+        """Takes gammas that were just measured; False if they do not fit one exponent per vector."""
         self.forget()
         into, out = [], []
         for layer in self.chain:
-            gamma = scales[layer.weight]
+            gamma = gammas[layer.weight]
             assert gamma.gamma_in is not None
             assert gamma.gamma_out is not None
             into.append(gamma.gamma_in)
             out.append(gamma.gamma_out)
-        found = framed(into, out, gamma.arithmetic)
-        if found is None:
+        fit = fit_frame(into, out, gamma.arithmetic)
+        if fit is None:
             return False
-        frame, carried = found
-        count = len(into)
-        dtype = self.implementation.dtype
-        gammas = [x.to(dtype) for x in carried]
-        self.implementation.start(gammas[:count], gammas[count:], frame)
-        # What was in range as it was measured may be too far apart for one exponent, or for fewer bits.
-        lowered = any(x.dtype != dtype for x in carried)
-        lost = lowered and any(bool(((y == 0) & (x > 0)).any()) for x, y in zip(carried, gammas, strict=True))
-        if (scales.exponents or lowered) and (lost or not self.implementation.in_range()):
+        frame, carried = fit
+        count, dtype = len(into), self.implementation.dtype
+        converted = [x.to(dtype) for x in carried]
+        self.implementation.start(converted[:count], converted[count:], frame)
+        # What was in range when measured may be too far apart for one exponent, or for fewer bits.
+        rounded = any(x.dtype != dtype for x in carried)
+        lost = rounded and any(
+            bool(((y == 0) & (x > 0)).any()) for x, y in zip(carried, converted, strict=True)
+        )
+        if (gammas.exponents or rounded) and (lost or not self.implementation.in_range()):
             return False
-        self._stamps = stamps(parameters)
+        self._versions = versions(parameters)
         return True
 
     def carries(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the gammas carried here are those of the weights as they stand."""
-        if self._stamps is None:
+        """Whether the carried gammas are those of the weights as they are."""
+        if self._versions is None:
             return False
-        if blind():
-            return True  # a captured graph cannot look; what it replays carries its own
-        return self._stamps == stamps(parameters) and self.implementation.trusted()
+        if is_capturing():
+            return True  # what a captured graph replays carries its own gammas
+        return self._versions == versions(parameters) and self.implementation.in_range(wait=False)
 
     def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor]) -> None:
-        """One step, in place; ``parameters`` are those the layers show."""
+        """One step, in place; the layers are made of these parameters."""
         self.implementation.run(layers, self._launch)
         for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)  # as any write of torch's own does
-        self._stamps = stamps(parameters)
+            torch.autograd.graph.increment_version(parameter)  # as torch does when it writes
+        self._versions = versions(parameters)
 
     def _launch(self, layers: Sequence[LayerTensors]) -> None:
         count = len(layers)
         middle = count // 2
         implementation = self.implementation
-        with implementation.aside():
+        with implementation.side_stream():
             for k in range(count - 1, middle, -1):
                 implementation.update(k, layers[k], into=False, out=True)
         for k in range(middle):
@@ -81,14 +83,14 @@ class ChainStep:
         implementation.join()
         implementation.update(middle, layers[middle], into=middle < count - 1, out=middle > 0)
         if count > 3:
-            with implementation.aside():
+            with implementation.side_stream():
                 for k in range(middle - 1, 0, -1):
-                    implementation.sums(k, layers[k], into=False, out=True)
+                    implementation.sum_powers(k, layers[k], into=False, out=True)
             for k in range(middle + 1, count - 1):
-                implementation.sums(k, layers[k], into=True, out=False)
+                implementation.sum_powers(k, layers[k], into=True, out=False)
             implementation.join()
         implementation.finish()
 
     def forget(self) -> None:
-        """The weights were written by somebody else."""
-        self._stamps = None
+        """Drops the carried gammas."""
+        self._versions = None

@@ -24,18 +24,18 @@ JUMP = 40
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The exponents of a chain: of ``into`` each layer and ``out`` of it."""
+class ExponentFrame:
+    """The exponents of a chain: of gamma_in of each layer's inputs and of gamma_out of its outputs."""
 
     into: tuple[int, ...]
     out: tuple[int, ...]
     p: int
 
-    def scale(self, k: int) -> float:
+    def root_factor(self, k: int) -> float:
         """What the product of the carried inverse roots of layer k is multiplied by."""
         return 2.0 ** -(self.into[k] + self.out[k])
 
-    def bias_scale(self, k: int) -> float:
+    def bias_root_factor(self, k: int) -> float:
         """The same for its bias, whose gamma_in is 1."""
         return 2.0 ** -self.out[k]
 
@@ -63,25 +63,20 @@ class Frame:
         return all(abs(n) <= LARGEST for n in (*squares, *self.into)) and all(abs(n) <= JUMP for n in jumps)
 
 
-def plain_frame(count: int, p: int) -> Frame:
-    """Where gammas are plain floats."""
-    return Frame((0,) * count, (0,) * count, p)
-
-
-def framed(
+def fit_frame(
     into: Sequence[ExtendedFloat], out: Sequence[ExtendedFloat], arithmetic: Arithmetic
-) -> tuple[Frame, list[Tensor]] | None:
+) -> tuple[ExponentFrame, list[Tensor]] | None:
     """Exponents for these gammas, and the gammas as they are carried; None if no such exponents will do."""
     vectors = [*into, *out]
     exponents = [_highest(vector) for vector in vectors]
     carried = [
         vector.mantissa
         if vector.exponent is None
-        else arithmetic.shifted(vector.mantissa, (vector.exponent - highest).clamp(min=DEAD // 2))
+        else arithmetic.shift(vector.mantissa, (vector.exponent - highest).clamp(min=DEAD // 2))
         for vector, highest in zip(vectors, exponents, strict=True)
     ]
     count = len(into)
-    frame = Frame(tuple(exponents[:count]), tuple(exponents[count:]), int(arithmetic.p))
+    frame = ExponentFrame(tuple(exponents[:count]), tuple(exponents[count:]), int(arithmetic.p))
     if any(vector.exponent is not None for vector in vectors):
         lost = (((x == 0) & (v.mantissa > 0)).any() for x, v in zip(carried, vectors, strict=True))
         least = [float(torch.where(x > 0, x, 1).min()) if x.numel() else 1.0 for x in carried[count:]]

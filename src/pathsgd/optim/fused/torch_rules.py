@@ -1,6 +1,6 @@
-"""torch's own SGD, Adagrad and Adam(W) as rules of the kernels, on the state torch keeps for them.
+"""torch's own SGD, Adagrad and Adam(W) as rules of the fused implementations.
 
-State has torch's names, shapes and devices, so a step may be the kernels' and the next one torch's.
+State has torch's names, shapes and devices, so one step may be fused and the next one torch's own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
+from pathsgd import _torch
 from pathsgd.optim.rule import Decay, Rule, State
 
 STATES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -25,7 +28,7 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, p: float) -> Rule | None:
-    """What the next step of this optimizer does to a parameter; None if the kernels have no rule for it."""
+    """What the next step of this optimizer does to a parameter; None if there is no rule for it."""
     if type(optimizer) not in STATES or group.get("differentiable"):
         return None
     common: dict[str, Any] = {
@@ -58,13 +61,13 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, p: f
 
 
 def _next_step(count: float | Tensor) -> float | Tensor:
-    """On a GPU the number itself is counted up before the kernels read it, see :func:`count`."""
+    """On a GPU the tensor itself is incremented before the kernels read it, see :func:`count_step`."""
     if isinstance(count, Tensor) and count.device.type != "cpu":
         return count
     return float(count) + 1
 
 
-def prepare(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+def make_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Makes the state that torch would make at a parameter's first step."""
     if isinstance(optimizer, SGD):
         if group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None:
@@ -85,8 +88,29 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> State:
     return tuple(optimizer.state[parameter][name] for name in STATES[type(optimizer)])
 
 
-def count(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """One step more for each of these."""
     steps = [optimizer.state[parameter]["step"] for parameter in parameters if not isinstance(optimizer, SGD)]
     if steps:
-        torch._foreach_add_(steps, 1)
+        _torch.foreach("add_", steps, 1)
+
+
+def negative_step(h: Tensor, state: State, rule: Rule) -> Tensor:
+    """``-lr u``, the step of z by AdaGrad or Adam, with their state updated in place: torch's own fused CPU
+    kernel applied to a parameter that is zero."""
+    z = torch.zeros_like(h)
+    computed = [s.to(h.dtype) for s in state]
+    step = torch.tensor(float(rule.step) - 1)  # torch counts it up
+    common: dict[str, Any] = {"lr": float(rule.lr), "weight_decay": 0.0, "eps": rule.eps, "maximize": False}
+    if rule.method == "adagrad":
+        adagrad([z], [h], computed, [step], fused=True, lr_decay=rule.lr_decay, **common)
+    else:
+        first, second = rule.betas
+        adam(
+            [z], [h], computed[:1], computed[1:], [], [step], fused=True, amsgrad=False,
+            beta1=first, beta2=second, **common,
+        )  # fmt: skip
+    for kept, new in zip(state, computed, strict=True):
+        if kept is not new:
+            kept.copy_(new)
+    return z

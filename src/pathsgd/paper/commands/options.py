@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -88,13 +86,3 @@ def parse_study(config: type[StudyCommandT], arguments: Sequence[str], command: 
         raise PathError(f"Unknown preset: {name!r} (one of {', '.join(PRESETS)})")
     preset = StudyOptions(**vars(PRESETS[name]))
     return parse(config, arguments, command, config(preset=name, study=preset))
-
-
-@contextmanager
-def say_how_to_resume() -> Iterator[None]:
-    """On Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("pathsgd: stopped; the same command resumes", file=sys.stderr)
-        raise

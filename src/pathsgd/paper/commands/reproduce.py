@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pathsgd.paper import TerminalProgress, reproduce
 from pathsgd.paper.commands.figures import print_summary
-from pathsgd.paper.commands.options import StudyCommand, parse_study, say_how_to_resume
+from pathsgd.paper.commands.options import StudyCommand, parse_study
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Reproduce(StudyCommand):
 def main(arguments: Sequence[str]) -> int:
     options = parse_study(Reproduce, arguments, "reproduce")
     out = options.out or Path(f"pathsgd-{options.preset}")
-    with say_how_to_resume():
-        print_summary(
-            reproduce(options.study.to_study(), out, options.setup, progress=TerminalProgress(options.quiet))
-        )
+    progress = TerminalProgress(options.quiet)
+    print_summary(reproduce(options.study.to_study(), out, options.setup, progress=progress))
     return 0

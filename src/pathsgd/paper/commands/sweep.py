@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pathsgd.paper import TerminalProgress, sweep, tabulate_choices
-from pathsgd.paper.commands.options import StudyCommand, parse_study, say_how_to_resume
+from pathsgd.paper.commands.options import StudyCommand, parse_study
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_study(Sweep, arguments, "sweep")
     out = options.out or Path("pathsgd-sweep")
     progress = TerminalProgress(options.quiet or options.json)
-    with say_how_to_resume():
-        choices = sweep(options.study.to_study(), out, options.setup, progress=progress)
+    choices = sweep(options.study.to_study(), out, options.setup, progress=progress)
     if options.json:
         print(json.dumps({"out": str(out), "choices": [choice.to_json() for choice in choices]}, indent=1))
     else:

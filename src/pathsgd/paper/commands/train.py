@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from pathsgd.console.command_line import parse, parse_known
 from pathsgd.paper import Run, Setup, TerminalProgress, train
-from pathsgd.paper.commands.options import RunOptions, say_how_to_resume
+from pathsgd.paper.commands.options import RunOptions
 from pathsgd.paper.config_json import from_json
 from pathsgd.paper.progress import describe_metrics
 from pathsgd.paper.records.json_files import read_json
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     start = Run() if source is None else from_json(Run, read_json(source), str(source))
     options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
     progress = TerminalProgress(options.quiet or options.json, every_epoch=True)
-    with say_how_to_resume():
-        record = train(options.run.to_run(), options.out, options.setup, progress=progress)
+    record = train(options.run.to_run(), options.out, options.setup, progress=progress)
     folder = options.out / "runs" / record.run.name
     if options.json:
         found = {"folder": str(folder), "status": record.status, "reason": record.reason,

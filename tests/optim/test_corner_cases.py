@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pathsgd
 from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
-from pathsgd.optim import source
+from pathsgd.optim import gamma_cache
 from support.networks import Mlp, SmallResNet, Vgg, build
 from support.training import backward, train, unchanged, weights
 
@@ -152,8 +152,8 @@ def test_a_limit_looks_at_all_groups_and_at_decay():
 def test_a_limit_does_not_measure_more_often(make, monkeypatch):
     model, x = build(Mlp)
     calls = []
-    real = source.measure_gammas
-    monkeypatch.setattr(source, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = gamma_cache.measure_gammas
+    monkeypatch.setattr(gamma_cache, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
     optimizer = make(model, example_input=x, refresh_every=4, max_relative_step=1e6)
     calls.clear()
     train(model, optimizer, x, steps=8)
@@ -179,7 +179,7 @@ def test_limits_of_shared_rows_stay_small():
     optimizer.step()
     kept = [
         t
-        for family in optimizer.source._families
+        for family in optimizer._step_limit.families
         for part in family
         for t in (part.entries, part.row_of_unit)
     ]
@@ -296,6 +296,6 @@ def test_mistakes_are_explained(monkeypatch):
         PathSGD(model, 1e-3)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     optimizer = PathSGD(build(Mlp, torch.float32)[0], implementation="triton")
-    backward(optimizer.source.model, x.float())
+    backward(optimizer.gamma_cache.model, x.float())
     with pytest.raises(ValueError, match="needs parameters on a GPU, not on cpu"):
         optimizer.step()

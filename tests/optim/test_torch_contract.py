@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 import pathsgd
 from pathsgd import PathAdam, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.optim.update import path_sgd
+from pathsgd.optim.rule import apply_steps, gradients_to_z, single_tensor
 from support.networks import Mlp, SmallResNet, build
 from support.training import backward, train, unchanged, weights
 
@@ -71,7 +71,7 @@ def test_copies_and_pickles(make):
     expected = train(model, optimizer, x, steps=2)
     for other in copies:
         assert other.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
-        assert torch.equal(train(other.source.model, other, x, steps=2), expected)
+        assert torch.equal(train(other.gamma_cache.model, other, x, steps=2), expected)
 
 
 @every
@@ -154,8 +154,9 @@ def test_a_differentiable_step():
     graph = pathsgd.trace(model, x)
     gammas = measure_gammas(graph, graph.tensors(model))
     stepped = [clones[name].clone() for name in names]
-    path_sgd(stepped, [clones[n].grad for n in names], [gammas[n] for n in names], [None] * len(names),
-             lr=lr, differentiable=True, foreach=False)  # fmt: skip
+    own = [gammas[n] for n in names]
+    hs = gradients_to_z([clones[n].grad for n in names], own, single_tensor)
+    apply_steps(stepped, hs, own, [lr] * len(names), 0.0, single_tensor)
     loss = sum(s.sum() for s in stepped)
     (slope,) = torch.autograd.grad(loss, lr)
     expected = -sum((clones[n].grad / found[n]).sum() for n in names)

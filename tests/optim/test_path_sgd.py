@@ -200,7 +200,7 @@ def test_a_stale_gamma_is_noticed_where_it_can_be():
     def step():
         backward(model, x)
         optimizer.step()
-        return optimizer.source.gammas(2)
+        return optimizer.gamma_cache.gammas(2)
 
     first = step()
     assert step() is first

@@ -1,15 +1,15 @@
-"""Data movement of plain tensors: activations, weights, or tensors of unit numbers."""
+"""Views of plain tensors: activations, weights, or tensors of unit numbers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Slice
+from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
 
-def move_tensor(operation: Operation, x: Tensor) -> Tensor:
-    """One movement of the entries of ``x``."""
+def view_tensor(operation: Operation, x: Tensor) -> Tensor:
+    """``x`` seen through one view (or embedded in zeros, the adjoint of a slice)."""
     match operation:
         case Reshape(shape):
             return x.reshape(shape)
@@ -22,9 +22,14 @@ def move_tensor(operation: Operation, x: Tensor) -> Tensor:
                 return x.narrow(dim, start, length)
             return x.index_select(dim, places(start, length, step, x))
         case Embed(dim, start, size, step):
-            return embedded(x, dim, start, size, step, 0)
+            return embed(x, dim, start, size, step, 0)
         case _:
-            raise AssertionError(f"{operation} is no movement")
+            raise AssertionError(f"{operation} is no view")
+
+
+def view_shape(view: Operation, shape: Shape) -> Shape:
+    """The shape of a view of a tensor."""
+    return tuple(view_tensor(view, torch.empty(shape, device="meta")).shape)
 
 
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
@@ -32,7 +37,7 @@ def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
     return torch.arange(start, start + length * step, step, device=x.device)
 
 
-def embedded(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
+def embed(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
     """``x`` put into an axis of ``size`` entries that are ``fill`` elsewhere."""
     shape = list(x.shape)
     shape[dim] = size

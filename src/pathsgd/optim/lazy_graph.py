@@ -1,0 +1,102 @@
+"""The path graph of a model: traced at once from an example, or later from the first batch the model sees."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pathsgd._torch import tree_map
+from pathsgd.errors import PathError
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, Inputs, trace
+
+
+class LazyGraph:
+    """Without an example, a forward hook records the shapes of the first batch, and nothing else; the model
+    is traced from them when the graph is first needed."""
+
+    def __init__(
+        self, model: nn.Module, example_input: Example | PathGraph | None, batch_dim: int | None
+    ) -> None:
+        self.model = model
+        self.batch_dim = batch_dim
+        self.graph: PathGraph | None = None
+        self._first_batch: Any = None
+        self._handle: RemovableHandle | None = None
+        if example_input is not None or _starts_with_linear(model):
+            self.graph = trace(model, example_input, batch_dim=batch_dim)
+        else:
+            self._add_hook()
+
+    def get(self) -> PathGraph:
+        """The graph, traced now if it has not been."""
+        if self.graph is None:
+            if self._first_batch is None:
+                raise PathError(
+                    "the model has seen no batch yet, so its paths are not known: run it before the "
+                    "first step, or pass example_input"
+                )
+            args, kwargs = tree_map(_zeros, self._first_batch)
+            self.graph = trace(self.model, Inputs(args, kwargs), batch_dim=self.batch_dim)
+        return self.graph
+
+    def record(self, args: Any, kwargs: Any) -> None:
+        """Keeps the shapes of a batch, and removes the hook."""
+
+        def describe(x: Any) -> Any:
+            return _Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+
+        self._first_batch = tree_map(describe, (args, kwargs))
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _add_hook(self) -> None:
+        self._handle = self.model.register_forward_hook(_Recorder(self), with_kwargs=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handle": None}  # a hook does not travel
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.graph is None and self._first_batch is None:
+            self._add_hook()
+
+
+class _Recorder:
+    """The forward hook. It hangs on the model, so it must not own the LazyGraph, which owns the model; in a
+    copy of the model it does nothing."""
+
+    def __init__(self, owner: LazyGraph | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.record(args, rest[0] if len(rest) > 1 else {})
+
+    def __deepcopy__(self, memo: Any) -> _Recorder:
+        return _Recorder()
+
+    def __reduce__(self) -> Any:
+        return _Recorder, ()
+
+
+class _Shape:
+    """A tensor of the first batch without its values. Not a tuple, which tree_map would open."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def _zeros(x: Any) -> Any:
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, _Shape) else x
+
+
+def _starts_with_linear(model: nn.Module) -> bool:
+    first = next(iter(model.children()), None)
+    return isinstance(model, nn.Sequential) and isinstance(first, nn.Linear)

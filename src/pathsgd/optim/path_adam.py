@@ -1,0 +1,104 @@
+"""Adam and AdaGrad in the geometry of paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example
+from pathsgd.optim.path_normalized import PathNormalized
+
+
+class PathAdam(PathNormalized):
+    """:class:`torch.optim.Adam` on the gradient in invariant coordinates.
+
+    Args:
+        model: the module to train; or its parameters in any form torch takes, with ``graph``.
+        example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
+            matter. May be left out: the model is then traced from the first batch it sees.
+        lr: step size.
+        betas: decay rates of the running averages of h and of its square.
+        eps: added to the denominator.
+        weight_decay: decay of z, added to its gradient.
+        p: the order of the path norm.
+        **options: the other options of :class:`torch.optim.Adam` and of :class:`pathsgd.PathNormalized`.
+
+    Raises:
+        ValueError: an option is out of its range.
+        TypeError: parameters were passed without the graph of their model.
+        TraceError: the model cannot be traced.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = PathAdam(model, lr=1e-3)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None = None,
+        lr: float | Tensor = 1e-4,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        p: float = 2,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            torch.optim.Adam, model, example_input,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p, **options,
+        )  # fmt: skip
+
+
+class PathAdagrad(PathNormalized):
+    """:class:`torch.optim.Adagrad` on the gradient in invariant coordinates.
+
+    Args:
+        model: the module to train; or its parameters in any form torch takes, with ``graph``.
+        example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
+            matter. May be left out: the model is then traced from the first batch it sees.
+        lr: step size.
+        lr_decay: how fast the step size decays.
+        weight_decay: decay of z, added to its gradient.
+        initial_accumulator_value: what the sum of squares starts from.
+        eps: added to the denominator.
+        p: the order of the path norm.
+        **options: the other options of :class:`torch.optim.Adagrad` and of :class:`pathsgd.PathNormalized`.
+
+    Raises:
+        ValueError: an option is out of its range.
+        TypeError: parameters were passed without the graph of their model.
+        TraceError: the model cannot be traced.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = PathAdagrad(model, lr=1e-2)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None = None,
+        lr: float | Tensor = 1e-2,
+        *,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        p: float = 2,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            torch.optim.Adagrad, model, example_input,
+            lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value, eps=eps, p=p, **options,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""What PathSGD and PathNormalized have in common: a model, its gammas, and the fused implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from pathsgd import _torch
+from pathsgd.geometry.gamma import check_p
+from pathsgd.geometry.shared_weights import Shared, check_shared
+from pathsgd.graph.path_graph import PathGraph, traced_model
+from pathsgd.graph.trace import Example
+from pathsgd.optim.fused.dispatch import Choice, Dispatch, Ready, check_implementation
+from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.rule import Rule, State
+
+
+class PathOptimizer(Optimizer):
+    """The base class of the optimizers on paths."""
+
+    gamma_cache: GammaCache
+    implementation: Choice
+    _dispatch: Dispatch | None
+
+    def _connect(
+        self,
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None,
+        *,
+        p: float,
+        graph: PathGraph | None,
+        batch_dim: int | None,
+        refresh_every: int,
+        shared: Shared,
+        implementation: Choice,
+    ) -> Iterable[Any]:
+        """Ties the optimizer to a model; returns the parameters to optimize."""
+        check_shared(shared, check_p(p))
+        self.implementation = check_implementation(implementation)
+        self._dispatch = None
+        if isinstance(example_input, (int, float)):
+            raise TypeError(f"example_input comes after the model, and lr by its name: lr={example_input}")
+        params: Iterable[Any] | None = None
+        if isinstance(model, nn.Module):
+            example_input = graph or example_input
+        else:
+            params = model
+            graph = graph or (example_input if isinstance(example_input, PathGraph) else None)
+            traced = None if graph is None else traced_model(graph)
+            if traced is None:
+                raise TypeError(
+                    "parameters alone do not say what their paths are, and without paths this would silently "
+                    "be SGD: pass the model itself, PathSGD(model, example_input, lr=...), or the parameters "
+                    "with graph=pathsgd.trace(model, example_input)"
+                )
+            model, example_input = traced, graph
+        self.gamma_cache = GammaCache(model, example_input, batch_dim, refresh_every, shared)
+        return list(self.gamma_cache.model.parameters()) if params is None else params
+
+    @property
+    def graph(self) -> PathGraph:
+        """What is path-normalised and what is not: ``print(optimizer.graph)``.
+
+        Raises:
+            PathError: no example was given and the model has seen no batch yet.
+        """
+        return self.gamma_cache.graph
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Which implementation moved each parameter in the last step that was run: ``"triton"``,
+        ``"blocked"`` or ``"reference"``, by the parameter's name."""
+        fused = {} if self._dispatch is None else self._dispatch.last_kinds
+        return {
+            name: fused.get(id(parameter), "reference")
+            for name, parameter in self.gamma_cache.model.named_parameters()
+        }
+
+    def refresh(self) -> None:
+        """Measures gamma anew at the next step.
+
+        Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
+        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed.
+        """
+        self.gamma_cache.refresh()
+        if self._dispatch is not None:
+            self._dispatch.forget()
+
+    def _ready_chains(self, rules: dict[int, Rule], state_of: Callable[[Tensor], State]) -> list[Ready]:
+        """The chains that a fused implementation can move now, given the rules of parameters by id."""
+        if not rules or self.gamma_cache.refresh_every > 1 or _torch.is_compiling():
+            return []
+        self.gamma_cache.check_identity()
+        if self._dispatch is None:
+            self._dispatch = Dispatch(self.graph, self.gamma_cache.model, self.implementation)
+        return self._dispatch.ready(rules, state_of, self.gamma_cache.gammas)
