@@ -174,7 +174,8 @@ class StudyResults:
             runs = choice.final_runs(study, data[choice.cell.dataset].checksum)
             records = [_read_final(out, run) for run in runs]
             finals[choice.cell] = records[: study.repeats]
-            exact |= {choice.cell: record for record in records[study.repeats :]}
+            if len(records) > study.repeats:
+                exact[choice.cell] = records[-1]
         path = out / "cost.json"
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         manifests = read_manifests(out / "manifest.json")
