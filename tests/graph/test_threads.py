@@ -11,8 +11,8 @@ import torch
 
 from pathsgd import trace
 from pathsgd._torch import get_cudnn_benchmark
+from pathsgd.console.networks import stack
 from pathsgd.geometry.precision import full_precision
-from pathsgd.paper.networks import stack
 
 
 @pytest.fixture(autouse=True)

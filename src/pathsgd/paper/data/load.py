@@ -4,61 +4,60 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import one_line
+from pathsgd import PathError
+from pathsgd.paper.data.archive import unpack
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.digits import read_digits
 from pathsgd.paper.data.download import check_sha256, fetch
-from pathsgd.paper.data.find import Found, find
 from pathsgd.paper.data.npz import read_npz
-from pathsgd.paper.data.sources import SOURCES, Source
-from pathsgd.paper.data.unpack import unpack
-
-NAMES = ("digits", *SOURCES)
+from pathsgd.paper.data.sources import SOURCES, DatasetSource, LocalFiles
+from pathsgd.paper.records.folder_lock import lock_folder
 
 
 def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> Dataset:
-    """The data set ``digits``, ``mnist``, ``cifar10``, ``cifar100`` or ``svhn``, or ``name=path.npz``.
+    """Loads a data set.
 
-    Files are looked for in ``data_dir`` (else ``default_data_dir``) and downloaded to it where they are
-    missing and ``download`` allows it. Whatever is wrong with them is a PathError of one line.
+    Args:
+        name: ``digits``, ``mnist``, ``cifar10``, ``cifar100``, ``svhn``, or ``name=path.npz``.
+        data_dir: Where its files are and downloads go; by default $PATHSGD_DATA, or ~/.cache/pathsgd/data.
+        download: Whether missing files may be downloaded.
+
+    Returns:
+        The data set in memory.
+
+    Raises:
+        PathError: There is no such data set, or its files are missing, damaged or not the original.
+
+    Example:
+        >>> load("digits").features
+        64
     """
     own, is_file, path = name.partition("=")
     if is_file:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", own):
             raise PathError(f"{own!r} cannot name a data set: use letters, digits, '.', '_' and '-'")
-        return read_npz(own, _home(path))
+        return read_npz(own, _expand_home(path))
     if name == "digits":
         return read_digits()
-    source = source_named(name)
+    if name not in SOURCES:
+        known = ", ".join(["digits", *SOURCES])
+        raise PathError(
+            f"no data set is called {name!r}: choose from {known}, or give your own as NAME=FILE.npz"
+        )
+    source = SOURCES[name]
     paths = obtain(source, data_dir or default_data_dir(), download)
     (train_x, train_y), (test_x, test_y) = source.read(paths)
     return Dataset(name, source.shape, source.classes, train_x, train_y, test_x, test_y)
 
 
-def source_named(name: str) -> Source:
-    try:
-        return SOURCES[name]
-    except KeyError:
-        raise PathError(
-            f"no data set is called {name!r}: choose from {', '.join(NAMES)}, or give your own as "
-            "NAME=FILE.npz"
-        ) from None
-
-
 def default_data_dir() -> Path:
     """$PATHSGD_DATA, or ~/.cache/pathsgd/data."""
-    return _home(os.environ.get("PATHSGD_DATA") or "~/.cache/pathsgd/data")
+    return _expand_home(os.environ.get("PATHSGD_DATA") or "~/.cache/pathsgd/data")
 
 
-def _home(path: str) -> Path:
+def _expand_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -67,26 +66,26 @@ def _home(path: str) -> Path:
         ) from error
 
 
-def obtain(source: Source, data_dir: Path, download: bool) -> dict[str, Path]:
+def obtain(source: DatasetSource, data_dir: Path, download: bool) -> dict[str, Path]:
     """The paths of a data set's files, downloaded or unpacked where they are missing. Found ones are kept."""
-    found = find(source, data_dir)
+    found = source.find_files(data_dir)
     archive = source.archive
     if found.missing and (download or (archive is not None and (data_dir / archive.name).is_file())):
-        with _alone(data_dir):
-            found = find(source, data_dir)  # another process may have been at it
+        with lock_folder(data_dir, "--data-dir or PATHSGD_DATA", wait=True):
+            found = source.find_files(data_dir)  # another process may have written them
             if archive is not None and found.missing:
                 _unpack(source, data_dir, found)
             elif archive is None:
                 for remote in source.remotes:
                     if remote.name in found.missing:
                         fetch(remote, found.folder)
-        found = find(source, data_dir)
+        found = source.find_files(data_dir)
     if found.missing:
-        raise PathError(absent(source, data_dir, found))
+        raise PathError(describe_missing(source, data_dir, found))
     return found.paths
 
 
-def _unpack(source: Source, data_dir: Path, found: Found) -> None:
+def _unpack(source: DatasetSource, data_dir: Path, found: LocalFiles) -> None:
     archive = source.archive
     assert archive is not None
     path = data_dir / archive.name
@@ -100,7 +99,7 @@ def _unpack(source: Source, data_dir: Path, found: Found) -> None:
         path.unlink()
 
 
-def absent(source: Source, data_dir: Path, found: Found) -> str:
+def describe_missing(source: DatasetSource, data_dir: Path, found: LocalFiles) -> str:
     """What is missing, and how to get it."""
     name = next(key for key, value in SOURCES.items() if value.title == source.title)
     if found.paths:
@@ -108,25 +107,3 @@ def absent(source: Source, data_dir: Path, found: Found) -> str:
     else:
         what = f"{source.title} is not in {data_dir} (no {source.files[0]} in {', '.join(source.folders)})"
     return f"{what}: `pathsgd data {name}` downloads it, --data-dir names another folder"
-
-
-@contextmanager
-def _alone(data_dir: Path) -> Iterator[None]:
-    """One process writes to a data folder at a time; others wait, and find the files there."""
-    lock = FileLock(data_dir / ".lock")
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            print(f"waiting for another process that writes to {data_dir}", file=sys.stderr)
-            lock.acquire()
-    except OSError as error:
-        raise PathError(
-            f"{data_dir} cannot be written to ({one_line(error)}): choose a folder with --data-dir or "
-            "PATHSGD_DATA"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
