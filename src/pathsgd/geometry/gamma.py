@@ -27,8 +27,7 @@ from pathsgd.graph.trace import Example, trace
 
 @dataclass(frozen=True)
 class Gamma:
-    """gamma of one parameter, and the way between a weight w and its invariant coordinate ``z = w
-    sqrt(gamma)``.
+    """gamma of one parameter: takes a weight w to its invariant coordinate ``z = w sqrt(gamma)`` and back.
 
     Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled. Where the parameter is
     the matrix of one linear layer, ``gamma_out`` (one number per row) and ``gamma_in`` (one per column) are
