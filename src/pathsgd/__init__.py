@@ -9,7 +9,7 @@ from pathsgd.geometry.imbalance import Imbalance, imbalance
 from pathsgd.geometry.norms import group_norm, path_norm
 from pathsgd.geometry.path_vector import path_vector
 from pathsgd.geometry.rescale import rescale, unbalance
-from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
 from pathsgd.graph.trace import Inputs, trace
 from pathsgd.optim.clip import clip_path_grad_norm_
 from pathsgd.optim.path_adam import PathAdagrad, PathAdam
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022
     # what is a unit, a path, a region
-    "trace", "Inputs", "PathGraph", "ParameterInfo",
+    "trace", "Inputs", "PathGraph", "ParameterInfo", "ParameterStatus",
     # numbers on paths
     "path_norm", "group_norm", "path_vector", "gammas", "Gamma", "Gammas",
     # rescaling

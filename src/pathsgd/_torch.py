@@ -5,6 +5,7 @@ The rest of the library imports these from here, so that a new torch breaks one 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -97,14 +98,39 @@ def allow_cudnn_tf32(allowed: bool) -> None:
 
 
 @contextmanager
-def keep_backends() -> Iterator[None]:
-    """Keeps torch.export from turning mkldnn, nnpack and cudnn off for the whole process while it runs.
+def export_in_this_thread_only() -> Iterator[None]:
+    """Keeps torch.export from changing what other threads compute while it runs.
 
-    Nothing is computed during an export, but a training in another thread would round differently meanwhile.
+    It turns mkldnn, nnpack and cudnn off for the whole process, and makes ``torch.compiler.is_compiling()``
+    true in every thread, upon which torch's own Adam computes its bias correction in another precision: a
+    training in another thread would round differently. Inside, backends stay as they are and the flags are
+    true in this thread alone. Not to be entered by two threads at a time.
     """
-    original = _trace._ignore_backend_decomps
-    _trace._ignore_backend_decomps = nullcontext  # type: ignore[assignment]
+    export: Any = _trace
+    originals = export._ignore_backend_decomps, export._compiling_state_context
+    here = _InThread(threading.get_ident())
+
+    @contextmanager
+    def compile_here() -> Iterator[None]:
+        flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+        torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = here  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+    export._ignore_backend_decomps, export._compiling_state_context = nullcontext, compile_here
     try:
         yield
     finally:
-        _trace._ignore_backend_decomps = original
+        export._ignore_backend_decomps, export._compiling_state_context = originals
+
+
+class _InThread:
+    """True in one thread."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self.thread

@@ -15,7 +15,7 @@ from torch import nn
 import pathsgd
 from pathsgd.dag import Dag
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.shared_weights import repeated
+from pathsgd.geometry.shared_weights import find_repeated
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, Tied, build
 from support.networks import dense_gammas
@@ -64,12 +64,12 @@ def test_shared_weights_count_as_asked(case, shared):
 def test_only_what_a_path_uses_twice_is_counted():
     """Convolutions are shared but never twice on a path; a tied matrix is, and so is what is squared."""
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
-    assert repeated(pathsgd.trace(conv, torch.zeros(1, 1, 8, 8))) == []
+    assert find_repeated(pathsgd.trace(conv, torch.zeros(1, 1, 8, 8))) == []
     tied = build(Tied)
-    assert repeated(pathsgd.trace(tied, tied.example())) == ["a.weight"]
+    assert find_repeated(pathsgd.trace(tied, tied.example())) == ["a.weight"]
     squares = nn.Sequential(nn.Linear(2, 3), Squares(), nn.Linear(3, 1)).double()
     graph = pathsgd.trace(squares)
-    assert repeated(graph) == ["0.weight", "0.bias"]
+    assert find_repeated(graph) == ["0.weight", "0.bias"]
     half = dense_gammas(squares, graph, shared="hessian")
     for name, parameter in squares.named_parameters():
         hessian = torch.autograd.functional.hessian(

@@ -1,49 +1,139 @@
-"""From the weights a graph names to tensors, and back from edges to parameters."""
+"""The weights of a graph's edges as tensors, and their powers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pathsgd._torch import foreach, is_compiling
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
-from pathsgd.geometry.operations.movement import move
-from pathsgd.graph.data_movement import move_tensor
-from pathsgd.graph.nodes import Embed, Expand, Permute, Reshape, Shape, Slice, Stored, Weight
+from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.views import view_tensor
 
 Tensors = Mapping[str, Tensor]
 
 
-def stored_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-    """A tensor of the model (or a literal) as the graph sees it."""
-    if not stored.literal and stored.inverse_sigma is None:
-        # As it is: a parameter of low precision is taken to fp32 in blocks by those who can.
-        return seen_through(stored, tensors[stored.name], dtype)
-    return seen_through(stored, base_tensor(stored, tensors, dtype), dtype)
+def signed_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    """Parameter times fixed factors. A parameter alone keeps its own dtype: blocks of it are converted
+    later."""
+    if weight.parameter is not None and not weight.factors:
+        return _view_stored(weight.parameter, _base(weight.parameter, tensors, None), dtype)
+    product: Tensor | None = None
+    for stored in weight.factors:
+        product = _times(product, _view_stored(stored, _base(stored, tensors, dtype)))
+    if weight.parameter is not None:
+        product = _times(_view_stored(weight.parameter, _base(weight.parameter, tensors, dtype)), product)
+    assert product is not None
+    return product.expand(weight.shape)
 
 
-def base_tensor(stored: Stored, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+class EdgeWeights:
+    """The edge weights of a graph by node. Both passes and gamma ask for them, so each is computed once.
+
+    In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; on a GPU all of them are
+    computed in a few launches. Powers of linear layers are computed block by block and never stored, see
+    :mod:`pathsgd.geometry.operations.contraction`.
+    """
+
+    def __init__(self, graph: PathGraph, tensors: Tensors, arithmetic: Arithmetic) -> None:
+        self.tensors, self.arithmetic = tensors, arithmetic
+        self._weights = dict(graph.weights())
+        self._signed: dict[int, Tensor] = {}
+        self._powers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._powered: frozenset[int] = frozenset()
+        if not arithmetic.exponents and not math.isinf(arithmetic.p):
+            self._powered = frozenset(
+                k for k in self._weights if not isinstance(graph.nodes[k].operation, Linear)
+            )
+        if self._powered and next(iter(tensors.values())).is_cuda:
+            self._compute_powers(sorted(self._powered))
+
+    def signed(self, k: int) -> Tensor:
+        """The weights of node k's edges."""
+        if k not in self._signed:
+            self._signed[k] = signed_weights(self._weights[k], self.tensors, self.arithmetic.dtype)
+        return self._signed[k]
+
+    def for_operation(self, k: int) -> tuple[Arithmetic, Tensor | None]:
+        """The arithmetic node k is computed in, with its weights or their powers."""
+        if k not in self._weights:
+            return self.arithmetic, None
+        if k not in self._powered:
+            return self.arithmetic, self.signed(k)
+        powers, _ = self._powers_of(k)
+        return replace(self.arithmetic, as_given=True), powers.expand(self._weights[k].shape)
+
+    def factor_power(self, k: int) -> ExtendedFloat | None:
+        """``|.|^p`` of what multiplies the parameter of node k's edges, or None if nothing does."""
+        weight = self._weights[k]
+        if not weight.factors:
+            return None
+        if k not in self._powered:
+            factors = signed_weights(replace(weight, parameter=None), self.tensors, self.arithmetic.dtype)
+            return self.arithmetic.edges(factors, weight.shape)
+        _, power = self._powers_of(k)
+        assert power is not None
+        return ExtendedFloat(power.expand(weight.shape))
+
+    def _powers_of(self, k: int) -> tuple[Tensor, Tensor | None]:
+        if k not in self._powers:
+            self._compute_powers([k])
+        return self._powers[k]
+
+    def _compute_powers(self, nodes: list[int]) -> None:
+        """``|parameter * factors|^p`` and ``|factors|^p`` of several nodes together. The product is taken
+        before the power, as with exponents, so that both are rounded alike."""
+        weights = [self._weights[k] for k in nodes]
+        bases = self._bases(weights)
+        factors: list[Tensor | None] = [None] * len(weights)
+        for place in range(max(len(weight.factors) for weight in weights)):
+            more = [_from_bases(w.factors[place] if place < len(w.factors) else None, bases) for w in weights]
+            factors = _multiply_pairs(factors, more)
+        edges = _multiply_pairs([_from_bases(w.parameter, bases) for w in weights], factors)
+        signed = [*edges, *factors]
+        powers = iter(_take_powers(self.arithmetic, [tensor for tensor in signed if tensor is not None]))
+        powered = [None if tensor is None else next(powers) for tensor in signed]
+        for k, edge, factor in zip(nodes, powered[: len(nodes)], powered[len(nodes) :], strict=True):
+            assert edge is not None
+            self._powers[k] = edge, factor
+
+    def _bases(self, weights: Sequence[Weight]) -> dict[_Base, Tensor]:
+        """The tensors that the weights are views of, each once."""
+        stored = {_base_key(s): s for w in weights for s in (w.parameter, *w.factors) if s is not None}
+        dtype = self.arithmetic.dtype
+        bases = {key: _base(replace(s, inverse_sigma=None), self.tensors, dtype) for key, s in stored.items()}
+        for epsilon in {s.inverse_sigma for s in stored.values() if s.inverse_sigma is not None}:
+            keys = [key for key, s in stored.items() if s.inverse_sigma == epsilon]
+            bases.update(zip(keys, _inverse_sigmas([bases[key] for key in keys], epsilon), strict=True))
+        return bases
+
+
+_Base = tuple[str, tuple[float, ...], float | None]
+
+
+def _base_key(stored: Stored) -> _Base:
+    return stored.name, stored.literal, stored.inverse_sigma
+
+
+def _from_bases(stored: Stored | None, bases: Mapping[_Base, Tensor]) -> Tensor | None:
+    return None if stored is None else _view_stored(stored, bases[_base_key(stored)])
+
+
+def _base(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor:
     """The tensor that a stored one is a view of."""
     if stored.literal:
-        like = next(iter(tensors.values()))
-        return _literal(stored.literal, stored.shape if not stored.views else (-1,), dtype, like.device)
-    tensor = tensors[stored.name].to(dtype)
-    return tensor if stored.inverse_sigma is None else inverse_sigma(tensor, stored.inverse_sigma)
-
-
-def inverse_sigma(variance: Tensor, epsilon: float) -> Tensor:
-    """The square root of a variance, rounded as the network's own batch norm does."""
-    return torch.rsqrt(variance + epsilon)
-
-
-def seen_through(stored: Stored, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A view of a tensor, or of a power of it."""
-    for operation in stored.views:
-        tensor = move_tensor(operation, tensor)
-    return 1 / tensor.to(dtype or tensor.dtype) if stored.inverse else tensor
+        device = next(iter(tensors.values())).device
+        shape = (-1,) if stored.views else stored.shape
+        return _literal(stored.literal, shape, dtype or torch.get_default_dtype(), device)
+    tensor = tensors[stored.name]
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    return tensor if stored.inverse_sigma is None else _inverse_sigmas([tensor], stored.inverse_sigma)[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,83 +142,51 @@ def _literal(numbers: tuple[float, ...], shape: Shape, dtype: torch.dtype, devic
     return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
 
 
-@dataclass(frozen=True)
-class EdgeTensors:
-    """The weights of a graph's edges as tensors. What must be computed (a batch norm's weight / sigma)
-    is computed once: both passes and gamma ask for it."""
-
-    tensors: Tensors
-    dtype: torch.dtype
-    _kept: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)
-
-    def weights(self, weight: Weight) -> Tensor:
-        """The signed weights of an operation's edges: parameter times fixed factors."""
-        if weight.parameter is not None and not weight.factors:
-            return stored_tensor(weight.parameter, self.tensors, self.dtype)
-        key = (id(weight), True)
-        if key not in self._kept:
-            factor = self.factor(weight)
-            assert factor is not None
-            if weight.parameter is not None:
-                factor = stored_tensor(weight.parameter, self.tensors, self.dtype).to(self.dtype) * factor
-            self._kept[key] = factor.expand(weight.shape)
-        kept = self._kept[key]
-        assert kept is not None
-        return kept
-
-    def factor(self, weight: Weight) -> Tensor | None:
-        """The product of what multiplies the parameter, or None if nothing does."""
-        key = (id(weight), False)
-        if key not in self._kept:
-            product: Tensor | None = None
-            for stored in weight.factors:
-                tensor = stored_tensor(stored, self.tensors, self.dtype).to(self.dtype)
-                product = tensor if product is None else product * tensor
-            self._kept[key] = product
-        return self._kept[key]
+def _view_stored(stored: Stored, base: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    for view in stored.views:
+        base = view_tensor(view, base)
+    return 1 / base.to(dtype or base.dtype) if stored.inverse else base
 
 
-def to_parameter(
-    arithmetic: Arithmetic,
-    weight: Weight,
-    per_edge: ExtendedFloat,
-    factor: ExtendedFloat | None,
-    tensors: Tensors,
-) -> ExtendedFloat:
-    """``dF/d|w|^p`` of the parameter from that of the edges: through factors, broadcasting and views."""
-    assert weight.parameter is not None
-    if factor is not None:
-        per_edge = arithmetic.multiply(per_edge, factor)
-    per_edge = reduced_to(arithmetic, per_edge, weight.parameter.shape)
-    shapes: list[Shape] = [tuple(tensors[weight.parameter.name].shape)]
-    for operation in weight.parameter.views:
-        shapes.append(_moved_shape(operation, shapes[-1]))
-    for operation, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):
-        match operation:
-            case Reshape():
-                per_edge = move(Reshape(before), per_edge)
-            case Permute(dims):
-                inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-                per_edge = move(Permute(inverse), per_edge)
-            case Slice(dim, start, _, step):
-                per_edge = move(Embed(dim, start, before[dim], step), per_edge)
-            case Expand(shape):
-                per_edge = arithmetic.reduce(per_edge, [d for d, n in enumerate(before) if n != shape[d]])
-            case _:
-                raise AssertionError(f"{operation} is no view of a parameter")
-    return per_edge
+# Many small tensors at once
 
 
-def reduced_to(arithmetic: Arithmetic, x: ExtendedFloat, shape: Shape) -> ExtendedFloat:
-    """The adjoint of broadcasting ``shape`` to the shape of ``x``."""
-    extra = x.mantissa.dim() - len(shape)
-    padded = (1,) * extra + tuple(shape)
-    dims = [d for d, n in enumerate(padded) if n == 1 and x.mantissa.shape[d] != 1]
-    if dims:
-        x = arithmetic.reduce(x, dims)
-    return move(Reshape(tuple(shape)), x) if extra else x
+def _worth_batching(tensors: Sequence[Tensor]) -> bool:
+    """Whether a few launches for all tensors are worth more than the simplicity of one for each."""
+    return (
+        len(tensors) > 1
+        and all(t.is_cuda for t in tensors)
+        and not is_compiling()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
 
 
-def _moved_shape(operation: object, shape: Shape) -> Shape:
-    probe = torch.empty(shape, device="meta")
-    return tuple(move_tensor(operation, probe).shape)  # type: ignore[arg-type]
+def _inverse_sigmas(variances: list[Tensor], epsilon: float) -> list[Tensor]:
+    """``1 / sqrt(variance + epsilon)``, rounded as the network's own batch norm does."""
+    if _worth_batching(variances):
+        return list(foreach("rsqrt", foreach("add", variances, epsilon)))
+    return [torch.rsqrt(variance + epsilon) for variance in variances]
+
+
+def _take_powers(arithmetic: Arithmetic, tensors: list[Tensor]) -> list[Tensor]:
+    if arithmetic.p == 2 and _worth_batching(tensors):
+        return list(foreach("mul", tensors, tensors))
+    return [arithmetic.power(tensor) for tensor in tensors]
+
+
+def _times(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """``x y``, None standing for one."""
+    return y if x is None else x if y is None else x * y
+
+
+def _multiply_pairs(xs: Sequence[Tensor | None], ys: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """``x y`` of each pair, None standing for one."""
+    pairs = {
+        k: (x, y) for k, (x, y) in enumerate(zip(xs, ys, strict=True)) if x is not None and y is not None
+    }
+    alike = [k for k, (x, y) in pairs.items() if x.shape == y.shape]
+    batched: dict[int, Tensor] = {}
+    if _worth_batching([tensor for k in alike for tensor in pairs[k]]):
+        products = foreach("mul", [pairs[k][0] for k in alike], [pairs[k][1] for k in alike])
+        batched = dict(zip(alike, products, strict=True))
+    return [batched[k] if k in batched else _times(x, y) for k, (x, y) in enumerate(zip(xs, ys, strict=True))]

@@ -34,16 +34,16 @@ def power_of_two(n: Tensor, dtype: torch.dtype) -> Tensor:
     return ((n.clamp(-127, 127).to(torch.int32) + 127) << 23).view(torch.float32)
 
 
-def shift(x: Tensor, n: Tensor) -> Tensor:
+def exact_ldexp(x: Tensor, n: Tensor) -> Tensor:
     """``x * 2^n`` exactly, in two halves because 2^n alone may be out of range where the product is not."""
     half = torch.div(n, 2, rounding_mode="floor")
     return x * power_of_two(half, x.dtype) * power_of_two(n - half, x.dtype)
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
+def exact_frexp(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x = m * 2^e`` with |m| in [1/2, 1), and ``e = DEAD`` where x is zero."""
     exponent = torch.where(x == 0, DEAD, torch.frexp(x.detach()).exponent)
-    return shift(x, torch.where(x == 0, 0, -exponent)), exponent
+    return exact_ldexp(x, torch.where(x == 0, 0, -exponent)), exponent
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,28 @@ class Arithmetic:
     p: float
     dtype: torch.dtype
     exponents: bool = False
+    as_given: bool = False
+    """Weights enter as they are: because they are powers already, or signed on purpose."""
 
     @property
-    def unit(self) -> float:
-        """The power that one step of an exponent stands for."""
+    def order(self) -> float:
+        """p, but 1 for ``p = inf``: what weights are raised to, and what one step of an exponent stands
+        for."""
         return 1.0 if math.isinf(self.p) else self.p
 
     def power(self, w: Tensor) -> Tensor:
         """``|w|^p``, by multiplications alone where p is a small integer: those are exact under
         scaling by powers of two."""
-        if self.unit == 1:
+        if self.as_given:
+            return w
+        if self.order == 1:
             return w.abs()
-        if self.unit != int(self.unit) or self.unit > 64:
+        if self.order != int(self.order) or self.order > 64:
             if w.requires_grad:
                 # A second derivative of |w|^p at 0 would be inf times 0 for p < 2.
-                return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.unit))
-            return w.abs().pow(self.unit)
-        n = int(self.unit)
+                return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.order))
+            return w.abs().pow(self.order)
+        n = int(self.order)
         result = None
         base = w if n % 2 == 0 else w.abs()
         while n:
@@ -85,7 +90,7 @@ class Arithmetic:
 
     def root(self, x: Tensor, numerator: float = 1.0) -> Tensor:
         """``x^(numerator / p)``; for ``p = inf`` path weights carry power one already."""
-        exponent = numerator / self.unit
+        exponent = numerator / self.order
         if exponent == 1:
             return x
         if exponent == 2:
@@ -96,25 +101,22 @@ class Arithmetic:
             return x
         return x.pow(exponent)
 
-    def shifted(self, x: Tensor, n: Tensor) -> Tensor:
+    def shift(self, x: Tensor, n: Tensor) -> Tensor:
         """``x * 2^(p n)``."""
-        if self.unit == int(self.unit):
-            return shift(x, n * int(self.unit))
-        factor = torch.exp2(n.to(x.dtype) * (self.unit / 2))
+        if self.order == int(self.order):
+            return exact_ldexp(x, n * int(self.order))
+        factor = torch.exp2(n.to(x.dtype) * (self.order / 2))
         return x * factor * factor
 
     # Sums
 
-    def total(self, x: Tensor, dims: Sequence[int]) -> Tensor:
-        if math.isinf(self.p):
-            return x.amax(tuple(dims), keepdim=True)
-        return x.sum(tuple(dims), keepdim=True)
-
     def reduce(self, x: ExtendedFloat, dims: Sequence[int]) -> ExtendedFloat:
+        """The sum (or the maximum) over ``dims``, kept with size one."""
         if not dims:  # torch takes no axes for all axes
             return x
-        x = self.common(x, dims)
-        return self.normalised(ExtendedFloat(self.total(x.mantissa, dims), x.exponent))
+        x = self.align(x, dims)
+        reduce = x.mantissa.amax if math.isinf(self.p) else x.mantissa.sum
+        return self.normalise(ExtendedFloat(reduce(tuple(dims), keepdim=True), x.exponent))
 
     def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """The sum (or the maximum) of several values of one shape."""
@@ -127,28 +129,28 @@ class Arithmetic:
             highest = exponents[0]
             for e in exponents[1:]:
                 highest = torch.maximum(highest, e)
-            parts = [self.shifted(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
+            parts = [self.shift(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
         result = parts[0]
         for part in parts[1:]:
             result = torch.maximum(result, part) if math.isinf(self.p) else result + part
-        return self.normalised(ExtendedFloat(result, highest))
+        return self.normalise(ExtendedFloat(result, highest))
 
     def multiply(self, x: ExtendedFloat, y: ExtendedFloat) -> ExtendedFloat:
         if x.exponent is None or y.exponent is None:
             return ExtendedFloat(x.mantissa * y.mantissa)
         exponent = (x.exponent + y.exponent).clamp(min=DEAD)
-        return self.normalised(ExtendedFloat(x.mantissa * y.mantissa, exponent))
+        return self.normalise(ExtendedFloat(x.mantissa * y.mantissa, exponent))
 
     # Exponents
 
-    def common(self, x: ExtendedFloat, dims: Sequence[int]) -> ExtendedFloat:
+    def align(self, x: ExtendedFloat, dims: Sequence[int]) -> ExtendedFloat:
         """``x`` with one exponent along each of ``dims``: the largest."""
         if x.exponent is None or all(x.exponent.shape[d] == 1 for d in dims):
             return x
         highest = x.exponent.amax(tuple(dims), keepdim=True)
-        return ExtendedFloat(self.shifted(x.mantissa, x.exponent - highest), highest)
+        return ExtendedFloat(self.shift(x.mantissa, x.exponent - highest), highest)
 
-    def normalised(self, x: ExtendedFloat) -> ExtendedFloat:
+    def normalise(self, x: ExtendedFloat) -> ExtendedFloat:
         """The same numbers with the largest mantissa of each unit in [1, 2^p)."""
         if x.exponent is None or not x.mantissa.numel():
             return x
@@ -156,10 +158,10 @@ class Arithmetic:
         mantissa = x.mantissa.detach()
         top = mantissa.amax(tuple(shared), keepdim=True) if shared else mantissa
         binary = torch.frexp(top).exponent - 1
-        steps = torch.floor(binary / self.unit).to(torch.int32)
+        steps = torch.floor(binary / self.order).to(torch.int32)
         steps = torch.where(top == 0, 0, steps)
         exponent = torch.where(top == 0, DEAD, x.exponent + steps)
-        return ExtendedFloat(self.shifted(x.mantissa, -steps), exponent)
+        return ExtendedFloat(self.shift(x.mantissa, -steps), exponent)
 
     def ones(self, shape: Sequence[int], device: torch.device) -> ExtendedFloat:
         exponent = None
@@ -172,7 +174,7 @@ class Arithmetic:
         w = w.to(self.dtype).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
         if not self.exponents:
             return ExtendedFloat(self.power(w).expand(tuple(shape)))
-        mantissa, exponent = split(w)
+        mantissa, exponent = exact_frexp(w)
         return ExtendedFloat(self.power(mantissa).expand(tuple(shape)), exponent)
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, shift
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.unit_groups import unit_groups
-from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph, compute_dtype
 from pathsgd.graph.trace import Example, trace
 
 
@@ -66,12 +66,12 @@ def path_norm(
     check_p(p)
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
-    ends = _measured(graph, region)
+    ends = _choose_ends(graph, region)
     if per_output and region is None:
         ends = list(graph.outputs)
     arithmetic, found = _forward(graph, tensors, p, ends)
     if per_output:
-        return [_rooted(arithmetic, value, log) for value in found]
+        return [_take_root(arithmetic, value, log) for value in found]
     sums = [
         arithmetic.reduce(
             ExtendedFloat(value.mantissa.reshape(-1), _flat_exponent(value)), [0]
@@ -80,7 +80,7 @@ def path_norm(
     ]  # fmt: skip
     if not sums:
         return torch.tensor(-math.inf if log else 0.0, dtype=arithmetic.dtype)
-    return _rooted(arithmetic, arithmetic.add(sums), log).reshape(())
+    return _take_root(arithmetic, arithmetic.add(sums), log).reshape(())
 
 
 def _flat_exponent(value: ExtendedFloat) -> Tensor | None:
@@ -105,24 +105,24 @@ def _forward(
         return flow.arithmetic, [values[k] for k in ends]
 
 
-def _rooted(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:
+def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:
     """``x^(1/p)`` or its logarithm. A dead output gives 0 (or -inf) and no gradient instead of NaN."""
     alive = x.mantissa != 0  # a nan is not dead
     base = torch.where(alive, x.mantissa, 1)
     if log:
         # In fp64: a deep network's logarithm has more digits than fp32 holds.
-        value = base.double().log() / arithmetic.unit
+        value = base.double().log() / arithmetic.order
         if x.exponent is not None:
             # Integer times float would be rounded to torch's default dtype.
             value = value + torch.where(alive, x.exponent, 0).to(value.dtype) * math.log(2)
         return torch.where(alive, value, -math.inf)
     value = arithmetic.root(base)
     if x.exponent is not None:
-        value = shift(value, torch.where(alive, x.exponent, 0))
+        value = exact_ldexp(value, torch.where(alive, x.exponent, 0))
     return torch.where(alive, value, 0)
 
 
-def _measured(graph: PathGraph, region: int | None) -> list[int]:
+def _choose_ends(graph: PathGraph, region: int | None) -> list[int]:
     """The nodes whose path weights are summed: the ends of the one region asked for."""
     regions = graph.parameter_regions()
     if region is not None:
@@ -136,7 +136,7 @@ def _measured(graph: PathGraph, region: int | None) -> list[int]:
             f"({'; '.join(reasons) or 'parts that are not connected'}); pass region=k, with k from 0 to "
             f"{len(regions) - 1}, to measure one of them (print(trace(model, example_input)) shows them)"
         )
-    outside = [name for name, info in graph.parameters.items() if info.reason.startswith("outside")]
+    outside = [name for name, info in graph.parameters.items() if info.status is ParameterStatus.OUTSIDE]
     if outside and regions:
         raise PathError(
             f"parameter {outside[0]!r} of {graph.model} is on no path, so a norm of paths says nothing about "

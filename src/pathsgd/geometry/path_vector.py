@@ -13,7 +13,6 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import apply
 from pathsgd.geometry.passes import PoweredNetwork, powered_network
-from pathsgd.graph.data_movement import move_tensor
 from pathsgd.graph.nodes import (
     Add,
     Begin,
@@ -27,9 +26,11 @@ from pathsgd.graph.nodes import (
     Slice,
     Source,
     Square,
+    Weighted,
 )
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
+from pathsgd.graph.views import view_tensor
 
 
 def path_vector(
@@ -37,7 +38,7 @@ def path_vector(
 ) -> dict[tuple[str, ...], float]:
     """``{units on the path: product of its weights}`` for every path from an input (or the constant
     unit ``one``) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many
-    paths: for small networks. UnitClasses are named by module and place (the batch is the first, 0); ``+`` is
+    paths: for small networks. Units are named by module and place (the batch is the first, 0); ``+`` is
     the sum of a layer and its bias, ``#2`` a second value of the same module.
 
     >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
@@ -62,19 +63,15 @@ def path_vector(
     }
 
 
-@dataclass(frozen=True)
-class _Signed(Arithmetic):
-    """Sums of the network itself: weights keep their sign."""
-
-    def power(self, w: Tensor) -> Tensor:
-        return w
+SIGNED = Arithmetic(1.0, torch.float64, as_given=True)
+"""Sums of the network itself: weights keep their sign."""
 
 
 @dataclass
 class _Unrolled:
     """Every unit of a network by name, and the weight of every edge."""
 
-    flow: PoweredNetwork
+    network: PoweredNetwork
     names: list[str] = field(default_factory=list)
     weights: dict[tuple[str, str], float] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
@@ -83,7 +80,7 @@ class _Unrolled:
 
     @torch.no_grad()
     def dag(self, max_paths: int) -> Dag[str]:
-        graph = self.flow.graph
+        graph = self.network.graph
         values: list[Tensor] = []
         for k, node in enumerate(graph.nodes):
             values.append(self.visit(k, node, [values[source] for source in node.inputs]))
@@ -123,7 +120,7 @@ class _Unrolled:
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         operation = node.operation
         if isinstance(operation, (Reshape, Permute, Slice, Expand)):
-            return move_tensor(operation, inputs[0])
+            return view_tensor(operation, inputs[0])
         if isinstance(operation, Cat):
             return torch.cat(inputs, operation.dim)
         if isinstance(operation, Square):
@@ -132,25 +129,20 @@ class _Unrolled:
         if isinstance(operation, Begin):
             self.inputs += [self.names[unit] for unit in out.flatten().tolist()]
             return out
-        signed = _Signed(1.0, torch.float64)
-        weight = self.flow.weight(k)
-        weight = None if weight is None else weight.double()
+        weight = self.network.edges.signed(k).double() if isinstance(operation, Weighted) else None
         if isinstance(operation, Source):
             if "one" not in self.constants:
                 self.constants.append("one")
-            row = apply(signed, operation, [], weight, node.shape, self.flow.device).mantissa
+            row = apply(SIGNED, operation, [], weight, node.shape, self.network.device).mantissa
             self.connect(["one"], out, row.reshape(-1, 1))
             return out
         for place, units in enumerate(inputs):
-            matrix = self.matrix(
-                signed, operation, place, [tuple(i.shape) for i in inputs], weight, node.shape
-            )
+            matrix = self.matrix(operation, place, [tuple(i.shape) for i in inputs], weight, node.shape)
             self.connect([self.names[u] for u in units.flatten().tolist()], out, matrix)
         return out
 
     def matrix(
         self,
-        signed: Arithmetic,
         operation: Operation,
         place: int,
         shapes: list[Shape],
@@ -163,7 +155,7 @@ class _Unrolled:
             basis = [torch.zeros(s, dtype=torch.float64) for s in shapes]
             basis[place].view(-1)[k] = 1
             result = apply(
-                signed, operation, [ExtendedFloat(b) for b in basis], weight, shape, self.flow.device
+                SIGNED, operation, [ExtendedFloat(b) for b in basis], weight, shape, self.network.device
             )
             columns.append(result.mantissa.flatten())
         return torch.stack(columns, 1) if columns else torch.zeros(math.prod(shape), 0)

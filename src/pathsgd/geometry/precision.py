@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from pathsgd import _torch
+
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
@@ -15,7 +17,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     Convolutions are at batch one here, for which cudnn's first choice is often a bad one: it may try.
     """
-    if torch.compiler.is_compiling():  # settings cannot change inside a compiled graph
+    if _torch.is_compiling():  # settings cannot change inside a compiled graph
         yield
         return
     with torch.autocast(device.type, enabled=False):
@@ -44,10 +46,9 @@ class _Settings(contextlib.AbstractContextManager[None]):
         with self._lock:
             if self._inside == 0:
                 self._saved = [kind.fp32_precision for kind in self._kinds]  # type: ignore[attr-defined]
-                self._tried = torch._C._get_cudnn_benchmark()
+                self._tried = _torch.get_cudnn_benchmark()
                 fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-                # Not through torch.backends, where setting a flag may have been frozen.
-                torch._C._set_cudnn_benchmark(self._tried or not fixed)
+                _torch.set_cudnn_benchmark(self._tried or not fixed)
                 for kind in self._kinds:
                     kind.fp32_precision = "ieee"  # type: ignore[attr-defined]
             self._inside += 1
@@ -56,7 +57,7 @@ class _Settings(contextlib.AbstractContextManager[None]):
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                torch._C._set_cudnn_benchmark(self._tried)
+                _torch.set_cudnn_benchmark(self._tried)
                 for kind, value in zip(self._kinds, self._saved, strict=True):
                     kind.fp32_precision = value  # type: ignore[attr-defined]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.passes import PoweredNetwork, Values
-from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Reduce, Scale, Source, Square
+from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Multiply, Reduce, Source, Square, Weighted
 
-PRODUCTS = (Source, Scale, Square)
+PRODUCTS = (Source, Multiply, Square)
 SUMS = (Linear, Conv, Add, AxisMap, Reduce)
 
 
@@ -31,18 +31,18 @@ def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
 class RangeCheck:
     """Notes the extremes of a pass as it goes and looks at them once, at the end."""
 
-    flow: PoweredNetwork
+    network: PoweredNetwork
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         readers: dict[int, set[type]] = {}
-        for node in self.flow.graph.nodes:
+        for node in self.network.graph.nodes:
             for source in node.inputs:
                 readers.setdefault(source, set()).add(type(node.operation))
-        self._summands = {k for k, kinds in readers.items() if kinds == {Add}} - set(self.flow.graph.ends)
+        self._summands = {k for k, kinds in readers.items() if kinds == {Add}} - set(self.network.graph.ends)
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
-        operation = self.flow.graph.nodes[k].operation
+        operation = self.network.graph.nodes[k].operation
         if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
             return
         if forward and isinstance(operation, PRODUCTS) and k in self._summands:
@@ -50,9 +50,10 @@ class RangeCheck:
         mantissa = value.mantissa
         if forward and isinstance(operation, Source):
             # A bias of zero is common and no reason to look closer.
-            weight = self.flow.weight(k)
+            arithmetic, weight = self.network.edges.for_operation(k)
             assert weight is not None
-            mantissa = torch.where(weight == 0, 1, self.flow.source(k))
+            power = arithmetic.power(weight.to(arithmetic.dtype))
+            mantissa = torch.where(self.network.edges.signed(k) == 0, 1, power)
         self.looked.append((k, forward, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:
@@ -69,12 +70,12 @@ class RangeCheck:
     def suspects(self, extremes: list[list[float]]) -> set[tuple[int, bool, float]] | None:
         """The places (node, forward, bound) where something is too small, or is zero; None if anything is
         too large."""
-        product, total, high = safe_range(self.flow.arithmetic.dtype)
+        product, total, high = safe_range(self.network.arithmetic.dtype)
         if not all(largest <= high for largest in extremes[1]):
             return None
         found = set()
         for (k, forward, *_), least in zip(self.looked, extremes[0], strict=True):
-            single = forward and isinstance(self.flow.graph.nodes[k].operation, PRODUCTS)
+            single = forward and isinstance(self.network.graph.nodes[k].operation, PRODUCTS)
             low = product if single else total
             if not least >= low:
                 found.add((k, forward, low))
@@ -83,10 +84,10 @@ class RangeCheck:
     def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""
         # Rare enough that the passes are run again rather than kept in memory.
-        values = dict(self.flow.forward())
+        values = dict(self.network.forward())
         gradients: Values = {}
         if not all(forward for _, forward, _ in suspects):
-            gradients = dict(self.flow.backward(dict(values)))
+            gradients = dict(self.network.backward(dict(values)))
         for k, forward, low in suspects:
             m = (values[k] if forward else gradients[k]).mantissa
             if bool(((m > 0) & (m < low)).any()):
@@ -97,24 +98,24 @@ class RangeCheck:
 
     def _lost_forward(self, k: int, values: Values) -> bool:
         """Whether a unit of node k that paths reach was computed to be zero."""
-        node = self.flow.graph.nodes[k]
-        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
+        node = self.network.graph.nodes[k]
+        plain = Arithmetic(1.0, self.network.arithmetic.dtype)
         alive = [self._alive(source, values, plain) for source in node.inputs]
-        reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.flow.device)
+        reached = apply(plain, node.operation, alive, self._nonzero(k), node.shape, self.network.device)
         return bool(((reached.mantissa > 0) & (values[k].mantissa == 0)).any())
 
     def _alive(self, k: int, values: Values, plain: Arithmetic) -> ExtendedFloat:
         """Which units of node k paths reach. What was not looked at may be zero for being too small."""
-        node = self.flow.graph.nodes[k]
+        node = self.network.graph.nodes[k]
         if k not in self._summands or not isinstance(node.operation, PRODUCTS):
             return _indicator(values[k].mantissa, plain)
         inputs = [self._alive(source, values, plain) for source in node.inputs]
-        return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.flow.device)
+        return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.network.device)
 
     def _lost_backward(self, k: int, values: Values, gradients: Values) -> bool:
         """The same question for what flows back into node k from its readers."""
-        plain = Arithmetic(1.0, self.flow.arithmetic.dtype)
-        nodes = self.flow.graph.nodes
+        plain = Arithmetic(1.0, self.network.arithmetic.dtype)
+        nodes = self.network.graph.nodes
         for reader, node in enumerate(nodes):
             if k not in node.inputs or reader not in gradients:
                 continue
@@ -128,8 +129,10 @@ class RangeCheck:
         return False
 
     def _nonzero(self, k: int) -> Tensor | None:
-        weight = self.flow.weight(k)
-        return None if weight is None else (weight != 0).to(self.flow.arithmetic.dtype)
+        """1 for every weight of node k that is not zero."""
+        if not isinstance(self.network.graph.nodes[k].operation, Weighted):
+            return None
+        return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
 
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> ExtendedFloat:

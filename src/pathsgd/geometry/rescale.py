@@ -32,7 +32,7 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales:
             divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units,
             ``{owner: c}`` one for all of them.
             Where a module owns several kinds of units (an RNN of two layers), name the parameter that
-            leads into them instead. UnitClasses tied to others, as in a residual stream, move together:
+            leads into them instead. Units tied to others, as in a residual stream, move together:
             name any one of them.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))

@@ -41,15 +41,15 @@ def check_shared(shared: object, p: float) -> Shared:
     return shared  # type: ignore[return-value]
 
 
-def factors(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
+def shared_corrections(graph: PathGraph, tensors: Tensors, p: float, shared: Shared) -> dict[str, Tensor]:
     """What kappa1 is to be multiplied by, for the parameters that some path uses more than once."""
     slope = {"kappa1": 0, "gram": 1, "hessian": 2}[shared]
     if not slope:
         return {}
-    return {name: 1 + slope * further_uses(graph, tensors, p, name) for name in repeated(graph)}
+    return {name: 1 + slope * measure_further_uses(graph, tensors, p, name) for name in find_repeated(graph)}
 
 
-def repeated(graph: PathGraph) -> list[str]:
+def find_repeated(graph: PathGraph) -> list[str]:
     """The path-normalised parameters that some path uses more than once. Two paths meet in a square."""
     upstream: list[frozenset[str]] = []
     found: set[str] = set()
@@ -66,7 +66,7 @@ def repeated(graph: PathGraph) -> list[str]:
     return [name for name, info in graph.parameters.items() if name in found and info.normalised]
 
 
-def further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
+def measure_further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str) -> Tensor:
     """``a f'' / f'`` of every entry of a parameter; 0 on dead entries, where f' is all there is.
 
     With ``a v`` in place of a, the derivatives of f with respect to v at 1 are ``a f'`` and ``a^2 f''``.

@@ -9,14 +9,14 @@ affine output. A convolution's channel is one unit, not one per place.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.edge_weights import EdgeTensors, Tensors, stored_tensor
+from pathsgd.geometry.edge_weights import Tensors, signed_weights
 from pathsgd.geometry.operations.convolution import by_output
-from pathsgd.graph.nodes import Add, Conv, Linear, Scale, Shape, Source
+from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Shape, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import UnitClasses
 
@@ -26,7 +26,7 @@ class Part:
     """One operation's share of the weights into a family of units."""
 
     node: int
-    operation: Linear | Conv | Scale | Source
+    operation: Linear | Conv | Multiply | Source
     layout: Shape
     """Where this part's rows lie, broadcastable to the units' layout."""
     units: Shape
@@ -34,7 +34,7 @@ class Part:
 
     def rows(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The signed weights, one row per unit."""
-        weight = EdgeTensors(tensors, dtype).weights(self.operation.weight).to(dtype)
+        weight = signed_weights(self.operation.weight, tensors, dtype).to(dtype)
         return self._spread(self._by_unit(weight))
 
     def entries(self, shape: Shape) -> Tensor:
@@ -42,8 +42,9 @@ class Part:
         weight = self.operation.weight
         assert weight.parameter is not None
         numbers = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-        seen = stored_tensor(weight.parameter, {weight.parameter.name: numbers}, numbers.dtype)
-        return self._by_unit(seen.expand(weight.shape)).long()
+        plain = replace(weight, factors=())
+        numbers = signed_weights(plain, {weight.parameter.name: numbers}, numbers.dtype)
+        return self._by_unit(numbers.expand(weight.shape)).long()
 
     def row_of_unit(self) -> Tensor | None:
         """The own row that leads into each unit; None where there is one for each, in their order."""
@@ -140,7 +141,7 @@ def unit_groups(graph: PathGraph) -> list[Group]:
 def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
     """What makes two uses of a weight the same edges: the operation and everything multiplied."""
     operation = graph.nodes[k].operation
-    assert isinstance(operation, (Linear, Conv, Scale, Source))
+    assert isinstance(operation, (Linear, Conv, Multiply, Source))
     parameter = operation.weight.parameter
     assert parameter is not None
     factors = tuple(map(repr, operation.weight.factors))
@@ -158,7 +159,7 @@ def _group(graph: PathGraph, members: list[int]) -> Group:
                 layouts.append((1,) * (ndim - 1) + (weight.shape[0],))
             case Conv():
                 layouts.append((1, node.shape[1]) + (1,) * (ndim - 2))
-            case Scale(weight) | Source(weight):
+            case Multiply(weight) | Source(weight):
                 layouts.append((1,) * (ndim - len(weight.shape)) + weight.shape)
             case _:
                 raise AssertionError(f"{operation} has no weights")

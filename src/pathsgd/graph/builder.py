@@ -14,18 +14,18 @@ from pathsgd.graph.nodes import (
     Conv,
     Expand,
     Linear,
-    Move,
+    Multiply,
     Node,
     Operation,
     Permute,
     Reduce,
     Reshape,
-    Scale,
     Shape,
     Slice,
     Source,
     Square,
     Stored,
+    View,
     Weight,
     Window,
     number,
@@ -113,12 +113,12 @@ class Builder:
     def conv(self, x: Paths, conv: Conv, shape: Iterable[int]) -> Paths:
         return self.emit(conv, (x,), shape)
 
-    def scale(self, x: Paths, weight: Weight) -> Paths:
+    def multiply(self, x: Paths, weight: Weight) -> Paths:
         shape = broadcast(self.shape(x), weight.shape)
-        return self.emit(Scale(weight), (self.expand(x, shape),), shape)
+        return self.emit(Multiply(weight), (self.expand(x, shape),), shape)
 
     def times(self, x: Paths, value: float) -> Paths:
-        return x if value == 1 else self.scale(x, number(value))
+        return x if value == 1 else self.multiply(x, number(value))
 
     def add(self, values: Sequence[Value]) -> Paths:
         shape = broadcast(*(self.shape(value) for value in values))
@@ -202,7 +202,7 @@ def broadcast(*shapes: Shape) -> Shape:
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
-def view(weight: Weight, move: Move, shape: Shape) -> Weight:
+def view(weight: Weight, move: View, shape: Shape) -> Weight:
     """``weight`` seen through one more movement of its entries."""
 
     def moved(stored: Stored) -> Stored:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import operator
 import threading
 import traceback
 import warnings
@@ -12,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from pathsgd._torch import keep_backends
+from pathsgd._torch import export_in_this_thread_only, operator_schema, tree_leaves, tree_map
 from pathsgd.errors import TraceError
-from pathsgd.graph.rules import COPIES, MOVES
+from pathsgd.graph.rules import RULES
 
 
 def export_at_batch_one(
@@ -72,7 +72,7 @@ def _at_batch_one(
 
 
 def _check_example(inputs: Any, batch_dim: int | None) -> None:
-    leaves = pytree.tree_leaves(inputs)
+    leaves = tree_leaves(inputs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not tensors:
         found = type(leaves[0]).__name__ if leaves else "nothing"
@@ -90,7 +90,7 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
     """Only the shapes of an example matter, so one on another device will do."""
     device = next(model.parameters()).device
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
 
 
 def _time_first(model: nn.Module) -> list[str]:
@@ -116,9 +116,10 @@ def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) ->
     def calls(exported: ExportedProgram) -> list[Any]:
         found = []
         for node in exported.graph.nodes:
-            name = str(node.target).removeprefix("aten.").split(".")[0]
+            rule = RULES.get(str(node.target).removeprefix("aten.").split(".")[0])
             # An axis of size one needs fewer copies and views than one of size two.
-            if node.op == "call_function" and name not in MOVES and name not in COPIES:
+            moves = node.target is operator.getitem or (rule is not None and rule.moves)
+            if node.op == "call_function" and not moves:
                 steps = None
                 if "rnn_" in str(node.target):
                     # One operator for all time steps: their number must not be what was cut.
@@ -132,7 +133,7 @@ def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) ->
 
 def _cut_batch(inputs: Any, batch_dim: int | None, to: int = 1) -> Any | None:
     """The inputs at batch one; None if they are already."""
-    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     if batch_dim is None or not tensors or tensors[0].dim() <= batch_dim:
         return None
     size = tensors[0].shape[batch_dim]
@@ -146,7 +147,7 @@ def _cut_batch(inputs: Any, batch_dim: int | None, to: int = 1) -> Any | None:
         shape[batch_dim] = to
         return x.narrow(batch_dim, 0, to) if size >= to else x.new_zeros(shape)
 
-    return pytree.tree_map(cut, inputs)
+    return tree_map(cut, inputs)
 
 
 class _TensorsOnly(nn.Module):
@@ -208,12 +209,18 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _ONE_AT_A_TIME, _untouched(model), _RunningStatistics(), keep_backends(), _quiet():
+        with (
+            _ONE_AT_A_TIME,
+            _restoring_modules(model),
+            _RunningStatistics(),
+            export_in_this_thread_only(),
+            _silenced(),
+        ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
     except Exception as error:
-        explained = _explained(model, error, args, kwargs)
+        explained = _explain(model, error, args, kwargs)
     else:
         return program
     # The message has what matters; the chain of torch's own tracebacks is hundreds of lines.
@@ -221,7 +228,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Without the warnings, the error log and the printed graphs of export: what matters is raised."""
     logger = logging.getLogger("torch")
     level = logger.level
@@ -235,7 +242,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _restoring_modules(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward pass under export leaves in the modules (fake tensors, for one)."""
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     containers = [
@@ -260,7 +267,7 @@ def _mutates(program: ExportedProgram) -> bool:
     """Whether anything but a counter (of a batch norm) is written in place, so that the program must be
     made functional."""
     for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = operator_schema(node.target)
         if schema is None or not schema.is_mutable:
             continue
         target = node.args[0] if node.args else None
@@ -270,9 +277,7 @@ def _mutates(program: ExportedProgram) -> bool:
     return False
 
 
-def _explained(
-    model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TraceError:
+def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:
     """A TraceError that names the module in which export failed, and says what to do."""
     names = {module: name for name, module in model.named_modules()}
     where = type(model).__name__
@@ -280,7 +285,7 @@ def _explained(
         inner = frame.f_locals.get("self")
         if isinstance(inner, nn.Module) and names.get(inner):
             where = f"{names[inner]!r} ({type(inner).__name__})"
-    shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     message = str(error).strip().splitlines() or [type(error).__name__]
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         advice = (

@@ -71,7 +71,7 @@ class Cat:
     dim: int
 
 
-Move = Reshape | Permute | Slice | Embed | Expand | Reduce
+View = Reshape | Permute | Slice | Embed | Expand | Reduce
 
 
 # Weights: what stands on the edges.
@@ -84,7 +84,7 @@ class Stored:
     shape: Shape
     name: str = ""
     literal: tuple[float, ...] = ()
-    views: tuple[Move, ...] = ()
+    views: tuple[View, ...] = ()
     inverse: bool = False
     inverse_sigma: float | None = None
     """If set, the tensor is a variance and stands for 1/sqrt(variance + this)."""
@@ -146,7 +146,7 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Multiply:
     """One edge from each unit to the unit in the same place: ``y = w * x`` with ``w`` broadcast."""
 
     weight: Weight
@@ -174,7 +174,7 @@ class Window:
     dilation: int = 1
     count_include_pad: bool = True
     align_corners: bool = False
-    scale: float | None = None
+    ratio: float | None = None
     index: Shape = ()
 
 
@@ -193,10 +193,10 @@ class Square:
 
 
 Operation = (
-    Begin | Source | Linear | Conv | Scale | Add | AxisMap | Square | Cat
+    Begin | Source | Linear | Conv | Multiply | Add | AxisMap | Square | Cat
     | Reshape | Permute | Slice | Embed | Expand | Reduce
 )  # fmt: skip
-Weighted = Source | Linear | Conv | Scale
+Weighted = Source | Linear | Conv | Multiply
 
 
 @dataclass(frozen=True)

@@ -5,36 +5,101 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from pathsgd._torch import uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
 
 
+class ParameterStatus(Enum):
+    """How a parameter takes part in paths.
+
+    Example:
+        >>> import pathsgd
+        >>> graph = pathsgd.trace(nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1)))
+        >>> graph.parameters["0.weight"].status
+        <ParameterStatus.ALONE: 'alone'>
+    """
+
+    NORMALISED = "normalised"
+    """It lies on paths with other weights: it has a gamma of its own."""
+    ALONE = "alone"
+    """No other weight lies on its paths, so gamma is 1 and Path-SGD is SGD."""
+    OUTSIDE = "outside"
+    """Something that is no path reads it, so no rescaling may change it."""
+    UNUSED = "unused"
+    """The forward pass does not use it."""
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What the graph knows of one parameter."""
+    """What a graph knows of one parameter.
+
+    Attributes:
+        name: as in ``model.named_parameters()``.
+        shape: its shape.
+        trainable: whether it requires gradients.
+        status: how it takes part in paths.
+        reason: why it is not path-normalised, in words; empty if it is.
+        roles: what it is used as: "weight", "bias", "norm weight", ...
+        regions: the regions it lies in.
+        aliases: other names under which the model holds the same Parameter.
+
+    Example:
+        >>> import pathsgd
+        >>> info = pathsgd.trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))).parameters[
+        ...     "0.bias"
+        ... ]
+        >>> info.shape, info.roles, info.normalised
+        ((3,), ('bias',), True)
+    """
 
     name: str
     shape: Shape
     trainable: bool
+    status: ParameterStatus = ParameterStatus.UNUSED
+    reason: str = "not used by the forward pass"
     roles: tuple[str, ...] = ()
     regions: tuple[int, ...] = ()
-    normalised: bool = False
-    reason: str = ""
-    """Why it is not path-normalised (empty if it is)."""
     aliases: tuple[str, ...] = ()
-    """Other names under which the model holds the same Parameter."""
+
+    @property
+    def normalised(self) -> bool:
+        """Whether it has a gamma of its own."""
+        return self.status is ParameterStatus.NORMALISED
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PathGraph:
-    """The paths of a network: nodes in order of evaluation, where paths end, and what is outside.
+    """The paths of a network, from :func:`pathsgd.trace`. ``print(graph)`` is a report.
 
-    ``ends`` maps a node to why its units count as outputs of a region; ``outputs`` are the nodes the
-    model returns. ``regions[k]`` is the region of node k. ``print(graph)`` is a report.
+    It holds names and numbers, no tensors: it copies, pickles, and stays valid while weights change.
+
+    Attributes:
+        model: the name of the model's class.
+        nodes: the values of the network in order of evaluation.
+        ends: by node, why its units count as outputs of a region.
+        outputs: the nodes that the model returns.
+        regions: the region of every node.
+        parameters: a :class:`ParameterInfo` by parameter name.
+        notes: what a reader of the report should know about the trace.
+        boundaries: where regions end inside the network, as (node, module that ends it, reason).
+
+    Example:
+        >>> import pathsgd
+        >>> graph = pathsgd.trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        >>> print(graph)
+        PathGraph of Sequential: 4 of 4 parameters path-normalised, 1 region
+        parameter  shape  role    region  path-normalised
+        -------------------------------------------------
+        0.weight   3x2    weight  0       yes
+        0.bias     3      bias    0       yes
+        2.weight   1x3    weight  0       yes
+        2.bias     1      bias    0       yes
     """
 
     model: str
@@ -45,25 +110,41 @@ class PathGraph:
     parameters: Mapping[str, ParameterInfo]
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
-    """Where regions end inside the network: (node, module that ends it, reason)."""
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
-        """Every node with edge weights, with them."""
+        """Every node that has edge weights.
+
+        Returns:
+            Pairs of a node's number and its weights.
+        """
         for k, node in enumerate(self.nodes):
             if isinstance(node.operation, Weighted):
                 yield k, node.operation.weight
 
     def parameter_regions(self) -> list[int]:
-        """The regions that hold parameters, in order; reports number these."""
+        """The regions that hold parameters.
+
+        Returns:
+            Their numbers as in :attr:`regions`, in order; reports and ``region=`` count these from 0.
+        """
         return sorted({region for info in self.parameters.values() for region in info.regions})
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors of ``model`` that this graph names, checked to be those it was traced from."""
+        """The tensors of a model that this graph names.
+
+        Args:
+            model: the model that was traced, or one of the same structure.
+
+        Returns:
+            Its parameters and buffers by name.
+
+        Raises:
+            PathError: the model's parameters are not those that were traced, by name and shape, or have no
+            values.
+        """
         model = unwrap(model)
         tensors: dict[str, Tensor] = dict(model.named_parameters())
-        fresh = set(tensors) - set(self.parameters)
-        if fresh:
-            name = sorted(fresh)[0]
+        for name in sorted(set(tensors) - set(self.parameters)):
             raise PathError(
                 f"the model has a parameter {name!r} that it did not have when it was traced; "
                 "trace the model again"
@@ -73,7 +154,14 @@ class PathGraph:
         return tensors
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """These are the parameters the graph was traced with, by name and shape, and hold values."""
+        """Checks that these are the parameters the graph was traced with.
+
+        Args:
+            tensors: by name; names the graph does not know are ignored.
+
+        Raises:
+            PathError: one is missing, has another shape, or has no values.
+        """
         for name, info in self.parameters.items():
             if name not in tensors:
                 raise PathError(f"there is no parameter {name!r} any more; trace the model again")
@@ -113,7 +201,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+        elif (inner := uncompiled(model)) is not model:
             model = inner
         else:
             return model

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from pathsgd._torch import operator_schema
 from pathsgd.errors import TraceError
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
 from pathsgd.graph.export import export_at_batch_one, own_name
@@ -216,9 +217,9 @@ class _Environment:
                 raise Ends(f"a constant made by {call.name}")
             if rule is None:
                 raise Ends(why_it_ends(call.name))
-            result = rule(builder, call)
+            result = rule.write(builder, call)
             for name in call.arguments:
-                if name not in call.read:
+                if name not in call.read and name not in rule.ignores:
                     for value in _leaves({name: call.arguments[name]}):
                         builder.end(value, f"{call.name} reads it as its {name}")
             if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
@@ -285,7 +286,7 @@ class _Environment:
         self.values[node] = Unknown(shape, floating, "a secondary output")
 
     def _as_call(self, node: fx.Node) -> Call:
-        schema = getattr(node.target, "_schema", None)
+        schema = operator_schema(node.target)
         bound: dict[str, Any] = {}
         if schema is not None:
             name = schema.name.removeprefix("aten::")

@@ -10,13 +10,13 @@ symmetry that ties two units by anything but equality is not offered.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.data_movement import move_tensor
 from pathsgd.graph.nodes import (
     Add,
     AxisMap,
@@ -26,11 +26,11 @@ from pathsgd.graph.nodes import (
     Embed,
     Expand,
     Linear,
+    Multiply,
     Node,
     Permute,
     Reduce,
     Reshape,
-    Scale,
     Shape,
     Slice,
     Source,
@@ -39,7 +39,9 @@ from pathsgd.graph.nodes import (
     Weight,
     conv_channels,
 )
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.union_find import UnionFind
+from pathsgd.graph.views import view_tensor
 
 FIXED = 0
 
@@ -92,33 +94,22 @@ class _Search:
     """
 
     graph: PathGraph
-    parent: list[int] = field(default_factory=lambda: [FIXED])
+    joined: UnionFind = field(default_factory=lambda: UnionFind(FIXED + 1))
     ids: list[Tensor] = field(default_factory=list)
     degrees: list[int] = field(default_factory=list)
     edges: dict[int, EdgeClasses] = field(default_factory=dict)
     uncovered: dict[int, Tensor] = field(default_factory=dict)
 
-    # Union-find
-
     def fresh(self, shape: Shape) -> Tensor:
-        start = len(self.parent)
-        count = int(torch.Size(shape).numel())
-        self.parent.extend(range(start, start + count))
-        return torch.arange(start, start + count).reshape(shape)
-
-    def root(self, k: int) -> int:
-        while self.parent[k] != k:
-            self.parent[k] = self.parent[self.parent[k]]
-            k = self.parent[k]
-        return k
+        """Units of their own."""
+        return torch.tensor(self.joined.grow(math.prod(shape)), dtype=torch.int64).reshape(shape)
 
     def union(self, a: Tensor, b: Tensor) -> None:
         """Units in the same place become one class."""
         a, b = torch.broadcast_tensors(a, b)
         pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
         for x, y in pairs.tolist():
-            low, high = sorted((self.root(x), self.root(y)))
-            self.parent[high] = low
+            self.joined.union(x, y)
 
     def fix(self, ids: Tensor) -> None:
         self.union(ids, torch.full((1,), FIXED))
@@ -158,11 +149,11 @@ class _Search:
         for k in reversed(nodes):
             if k in alive:
                 alive.update(self.graph.nodes[k].inputs)
-        reached = {self.root(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        reached = {self.joined.find(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
         for k in nodes:
             if k not in alive:
                 units = torch.unique(self.ids[k])
-                dead = [unit for unit in units.tolist() if self.root(unit) not in reached]
+                dead = [unit for unit in units.tolist() if self.joined.find(unit) not in reached]
                 self.fix(torch.tensor(dead, dtype=torch.int64))
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
@@ -178,8 +169,8 @@ class _Search:
                 return self.weighted(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
             case Conv(weight):
                 return self.convolution(k, node.operation, inputs[0])
-            case Scale(weight):
-                return self.scale(k, weight, inputs[0])
+            case Multiply(weight):
+                return self.multiply(k, weight, inputs[0])
             case Add():
                 for other in inputs[1:]:
                     self.union(inputs[0], other)
@@ -197,12 +188,12 @@ class _Search:
                 return inputs[0]
             case Reshape(shape):
                 whole = inputs[0].expand(self.graph.nodes[node.inputs[0]].shape)
-                return compressed(whole.reshape(shape))
+                return compress(whole.reshape(shape))
             case Slice(dim):
                 ids = inputs[0]
-                return ids if ids.shape[dim] == 1 else move_tensor(node.operation, ids)
+                return ids if ids.shape[dim] == 1 else view_tensor(node.operation, ids)
             case Permute():
-                return move_tensor(node.operation, inputs[0])
+                return view_tensor(node.operation, inputs[0])
             case Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
@@ -221,7 +212,7 @@ class _Search:
     def outside(self, weight: Weight) -> bool:
         """Whether a parameter also serves somewhere that is no path, so that it must not change."""
         assert weight.parameter is not None
-        return self.graph.parameters[weight.parameter.name].reason.startswith("outside")
+        return self.graph.parameters[weight.parameter.name].status is ParameterStatus.OUTSIDE
 
     def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
@@ -242,7 +233,7 @@ class _Search:
         head, tail = conv_ends(conv, out.reshape(-1), into.expand(1, inputs, *into.shape[2:]).reshape(-1))
         return self.weighted(k, conv.weight, out, into, head, tail)
 
-    def scale(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
+    def multiply(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
         if any(factor.inverse_sigma is not None for factor in weight.factors):
             # Running statistics do not follow a rescaling of what they were taken of.
             self.fix(ids)
@@ -276,7 +267,7 @@ class _Search:
         for source, ids in zip(node.inputs, inputs, strict=True):
             common[dim] = self.graph.nodes[source].shape[dim]
             widened.append(ids.expand(common))
-        return compressed(torch.cat(widened, dim))
+        return compress(torch.cat(widened, dim))
 
     # Afterwards
 
@@ -312,7 +303,7 @@ class _Search:
             return ids
         index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
         for operation in stored.views:
-            index = move_tensor(operation, index)
+            index = view_tensor(operation, index)
         return self.scatter(index, ids.expand(index.shape), shape)
 
     def scatter(self, index: Tensor, ids: Tensor, shape: Shape) -> Tensor:
@@ -321,10 +312,10 @@ class _Search:
         result = torch.full((int(torch.Size(shape).numel()),), FIXED)
         result[places] = values
         self.union(values, result[places])
-        return compressed(result.reshape(shape))
+        return compress(result.reshape(shape))
 
     def collect(self) -> UnitClasses:
-        roots = torch.tensor([self.root(k) for k in range(len(self.parent))])
+        roots = torch.tensor([self.joined.find(k) for k in range(len(self.joined))])
         unique, number = torch.unique(roots, return_inverse=True)
         assert int(unique[0]) == FIXED
 
@@ -350,7 +341,7 @@ class _Search:
             if k not in edges or weight.parameter is None or weight.parameter.name in found:
                 continue
             heads = number[self.ids[k]].flatten()
-            if isinstance(self.graph.nodes[k].operation, (Scale, Source)):
+            if isinstance(self.graph.nodes[k].operation, (Multiply, Source)):
                 heads = edges[k].head.expand(weight.shape).flatten()
             found[weight.parameter.name] = heads
             module = weight.parameter.name.rpartition(".")[0]
@@ -374,7 +365,7 @@ def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     return out.reshape(-1, 1, *taps), tail.reshape(out.numel(), -1, *taps)
 
 
-def compressed(ids: Tensor) -> Tensor:
+def compress(ids: Tensor) -> Tensor:
     """``ids`` with size one along every axis on which they do not change."""
     for dim in range(ids.dim()):
         first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids

@@ -1,7 +1,7 @@
-"""gamma on a GPU as one recorded CUDA graph: hundreds of small kernels for the price of one launch.
+"""gamma on a GPU as one CUDA graph: hundreds of small kernels for the price of one launch.
 
-The passes over the weights are bound by the launching of kernels, not by their work. The weights stay where
-they are while a network is trained, so the passes can be recorded once and replayed.
+The passes over the weights are bound by launching kernels, not by their work. The weights stay where they are
+while a network is trained, so the passes can be captured once and replayed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.graph.path_graph import PathGraph
 
-LOOK_EVERY = 16
-"""Replays between two looks at whether plain floats are still enough: far too few to leave their range."""
+CHECK_EVERY = 16
+"""Replays between two range checks: far too few to leave the range of plain floats."""
 
-OTHERS_GO_ON = "thread_local"
-"""Other threads may allocate meanwhile, as those of a data loader do."""
+ERROR_MODE = "thread_local"
+"""Other threads, as those of a data loader, may allocate during the capture."""
 
 
 class CapturedGammas:
@@ -28,18 +28,20 @@ class CapturedGammas:
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float) -> None:
         self.addresses = addresses(tensors)
-        self.recorded, self.look = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.passes, self.checked_passes = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
-            with torch.cuda.graph(self.recorded, capture_error_mode=OTHERS_GO_ON):
-                self.scales = measure(powered_network(graph, tensors, p), None)
-                take_roots(self.scales.values())  # so that they are replayed too
-                for gamma in self.scales.values():
+            with torch.cuda.graph(self.passes, capture_error_mode=ERROR_MODE):
+                self.gammas = measure(powered_network(graph, tensors, p), None)
+                take_roots(self.gammas.values())  # captured, so that they are replayed too
+                for gamma in self.gammas.values():
                     gamma.roots()
-            # A second graph with a check, which takes as long again and is replayed now and then.
-            with torch.cuda.graph(self.look, pool=self.recorded.pool(), capture_error_mode=OTHERS_GO_ON):
-                flow = powered_network(graph, tensors, p)
-                self.check = RangeCheck(flow)
-                measure(flow, self.check)
+            # A second graph with a range check, which takes twice as long and is replayed now and then.
+            with torch.cuda.graph(
+                self.checked_passes, pool=self.passes.pool(), capture_error_mode=ERROR_MODE
+            ):
+                network = powered_network(graph, tensors, p)
+                self.check = RangeCheck(network)
+                measure(network, self.check)
                 self.extremes = self.check.extremes() if self.check.looked else None
         self.seen = None
         if self.extremes is not None:
@@ -48,30 +50,30 @@ class CapturedGammas:
         self._replays = 0
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether the tensors lie where they lay when the graph was recorded."""
+        """Whether the tensors lie where they lay when the graph was captured."""
         return self.addresses == addresses(tensors)
 
     def replay(self) -> Gammas | None:
         """The gammas of the weights as they are now, in the same tensors each time. None if plain floats may
-        not be enough any more: measure them with care."""
-        self.recorded.replay()
+        not be enough any more: measure eagerly then."""
+        self.passes.replay()
         if self.extremes is not None and not self._in_range():
             return None
         self._replays += 1
-        return self.scales
+        return self.gammas
 
     def _in_range(self) -> bool:
         assert self.extremes is not None
         assert self.seen is not None
         if self._replays == 0:
-            # Checked with care just before: what looks odd now is a dead unit, and may stay so.
-            self.look.replay()
+            # The eager measurement before was checked fully: what is suspect now is a dead unit, and may be.
+            self.checked_passes.replay()
             self._usual = self.check.suspects(self.extremes.tolist())
             self.seen.copy_(self.extremes)
-        elif self._replays % LOOK_EVERY == 0:
-            # Without waiting: what is read is what an earlier look brought here.
+        elif self._replays % CHECK_EVERY == 0:
+            # Without waiting for the device: this reads what the check before this one copied.
             suspects = self.check.suspects(self.seen.tolist())
-            self.look.replay()
+            self.checked_passes.replay()
             self.seen.copy_(self.extremes, non_blocking=True)
             return suspects is not None and self._usual is not None and suspects <= self._usual
         return self._usual is not None

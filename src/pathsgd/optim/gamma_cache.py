@@ -99,6 +99,10 @@ class GammaCache:
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return gammas
 
+    def is_captured(self, p: float) -> bool:
+        """Whether gamma at this p is replayed from a CUDA graph."""
+        return p in self._captured
+
     def calibrate(self, p: float) -> None:
         """Finds out whether plain floats are enough, for a step that is compiled before any is run."""
         if self.lazy_graph.graph is not None:

@@ -16,7 +16,7 @@ from pathsgd.optim import gamma_cache
 from pathsgd.optim.fused.blocked import Blocked
 from pathsgd.optim.fused.gpu import triton_chain as gpu_chain
 from pathsgd.optim.fused.gpu import triton_kernels as gpu_code
-from pathsgd.optim.fused.gpu.layout import layout_of
+from pathsgd.optim.fused.gpu.triton_layout import layout_of
 from support.networks import NETWORKS
 from support.networks import build as build_network
 from support.stacks import KINDS, assert_close, is_fused, rescaled, stack, train

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
-from pathsgd.geometry.operations import movement
 from pathsgd.geometry.operations.contraction import contract
 from pathsgd.geometry.operations.convolution import conv
+from pathsgd.geometry.operations.views import apply_view, cat
 from pathsgd.geometry.operations.windows import window_matrix
 from pathsgd.graph.nodes import (
     Add,
@@ -26,11 +26,11 @@ from pathsgd.graph.nodes import (
     Embed,
     Expand,
     Linear,
+    Multiply,
     Operation,
     Permute,
     Reduce,
     Reshape,
-    Scale,
     Shape,
     Slice,
     Source,
@@ -59,7 +59,7 @@ def apply(
         case Conv():
             assert weight is not None
             return conv(arithmetic, operation, inputs[0], weight)
-        case Scale():
+        case Multiply():
             assert weight is not None
             return arithmetic.multiply(inputs[0], arithmetic.edges(weight, shape))
         case Add():
@@ -71,9 +71,9 @@ def apply(
         case Reduce():
             return arithmetic.reduce(inputs[0], operation.dims)
         case Cat():
-            return movement.cat(inputs, operation.dim)
+            return cat(inputs, operation.dim)
         case _:
-            return movement.move(operation, inputs[0])
+            return apply_view(operation, inputs[0])
 
 
 def adjoint(
@@ -95,8 +95,8 @@ def adjoint(
         case Conv():
             assert weight is not None
             out = tuple(gradient.mantissa.shape)
-            return [conv(arithmetic, flipped(operation, shapes[0], out), gradient, weight)]
-        case Scale():
+            return [conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)]
+        case Multiply():
             assert weight is not None
             return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
         case Add():
@@ -113,27 +113,27 @@ def adjoint(
             dims = [d for d, n in enumerate(shapes[0]) if n != operation.shape[d]]
             return [arithmetic.reduce(gradient, dims)]
         case Reduce():
-            return [movement.move(Expand(shapes[0]), gradient)]
+            return [apply_view(Expand(shapes[0]), gradient)]
         case Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                movement.move(Slice(operation.dim, sum(sizes[:k]), size), gradient)
+                apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
-            return [movement.move(Reshape(shapes[0]), gradient)]
+            return [apply_view(Reshape(shapes[0]), gradient)]
         case Permute():
             inverse = sorted(range(len(operation.dims)), key=operation.dims.__getitem__)
-            return [movement.move(Permute(tuple(inverse)), gradient)]
+            return [apply_view(Permute(tuple(inverse)), gradient)]
         case Slice():
             back = Embed(operation.dim, operation.start, shapes[0][operation.dim], operation.step)
-            return [movement.move(back, gradient)]
+            return [apply_view(back, gradient)]
         case Embed():
             length = shapes[0][operation.dim]
-            return [movement.move(Slice(operation.dim, operation.start, length, operation.step), gradient)]
+            return [apply_view(Slice(operation.dim, operation.start, length, operation.step), gradient)]
 
 
-def flipped(operation: Conv, into: Shape, out: Shape) -> Conv:
+def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
     """The adjoint of a convolution: its transpose, and the other way round, with the same weight."""
     if operation.transposed:
         return replace(operation, transposed=False, output_padding=(0,) * len(operation.stride))
@@ -148,7 +148,7 @@ def flipped(operation: Conv, into: Shape, out: Shape) -> Conv:
 
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
-    x = arithmetic.common(x, [operation.dim])
+    x = arithmetic.align(x, [operation.dim])
     matrix = window_matrix(operation.window, arithmetic.dtype, x.mantissa.device)
     edges = arithmetic.power(matrix.t() if operation.adjoint else matrix)
     moved = x.mantissa.movedim(operation.dim, -1)
@@ -157,4 +157,4 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> Ex
         mapped = torch.stack(rows, -1)
     else:
         mapped = moved @ edges.t()
-    return arithmetic.normalised(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))
+    return arithmetic.normalise(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))

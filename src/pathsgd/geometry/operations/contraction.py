@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, shift
-from pathsgd.geometry.operations.movement import cat
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
+from pathsgd.geometry.operations.views import cat
 
 BLOCK = 1 << 18
 """Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
@@ -23,7 +23,7 @@ BLOCK_ON_DEVICE = 1 << 25
 def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
     if x.exponent is not None:
-        return _contract_scaled(arithmetic, x, weight)
+        return _contract_with_exponents(arithmetic, x, weight)
     weight = weight.to(arithmetic.dtype)
     lead = x.mantissa.shape[:-1]
     rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
@@ -34,6 +34,25 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     else:
         y = _blocked(arithmetic, rows, weight)
     return ExtendedFloat(y.reshape(*lead, weight.shape[0]))
+
+
+def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: ExtendedFloat) -> ExtendedFloat:
+    """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i)."""
+    lead = list(range(x.mantissa.dim() - 1))
+    x, gradient = arithmetic.align(x, lead), arithmetic.align(gradient, lead)
+    into = x.mantissa.reshape(-1, x.mantissa.shape[-1])
+    out = gradient.mantissa.reshape(-1, gradient.mantissa.shape[-1])
+    if math.isinf(arithmetic.p):
+        value = into.new_zeros(out.shape[1], into.shape[1])
+        for row, column in zip(out, into, strict=True):
+            value = torch.maximum(value, torch.outer(row, column))
+    else:
+        value = out.t() @ into
+    if x.exponent is None or gradient.exponent is None:
+        return ExtendedFloat(value)
+    head = gradient.exponent.expand(*(1,) * len(lead), out.shape[1]).reshape(-1, 1)
+    tail = x.exponent.expand(*(1,) * len(lead), into.shape[1]).reshape(1, -1)
+    return arithmetic.normalise(ExtendedFloat(value, (head + tail).clamp(min=DEAD)))
 
 
 def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
@@ -62,7 +81,7 @@ def _max_product(x: Tensor, edges: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _contract_scaled(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+def _contract_with_exponents(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     assert x.exponent is not None
     ndim = x.mantissa.dim()
     for dim in range(ndim - 1):
@@ -74,7 +93,7 @@ def _contract_scaled(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -
                 continue
             # Positions whose exponents differ are contracted apart, so that none is lost.
             parts = [
-                _contract_scaled(
+                _contract_with_exponents(
                     arithmetic,
                     ExtendedFloat(x.mantissa.narrow(dim, k, 1), exponent.narrow(dim, k, 1)),
                     weight,
@@ -90,20 +109,20 @@ def _contract_scaled(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -
     outputs, exponents = [], []
     block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
     for block in weight.split(max(block_size // max(weight.shape[1], 1), 1)):
-        edges, exponent = folded(arithmetic, block, tail)
+        edges, exponent = fold_exponents(arithmetic, block, tail)
         exponents.append(exponent)
         product = _max_product if math.isinf(arithmetic.p) else _sum_product
         outputs.append(product(rows, edges))
     y = torch.cat(outputs, 1).reshape(*lead, weight.shape[0])
     head = torch.cat(exponents).reshape((1,) * (ndim - 1) + (-1,))
-    return arithmetic.normalised(ExtendedFloat(y, head))
+    return arithmetic.normalise(ExtendedFloat(y, head))
 
 
 def _sum_product(x: Tensor, edges: Tensor) -> Tensor:
     return x @ edges.t()
 
 
-def folded(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """``|W[o, ...] 2^(tail - head_o)|^p`` and ``head``, chosen so that the largest entry of each row
     lies in [1/2, 1) before the power. ``tail`` broadcasts against ``weight``."""
     if not weight.numel():
@@ -114,5 +133,5 @@ def folded(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor
     head = exponent.reshape(weight.shape[0], -1).amax(1)
     column = head.reshape(-1, *(1,) * (weight.dim() - 1))
     alive = exponent > DEAD // 2
-    edges = arithmetic.power(shift(weight, torch.where(alive, tail - column, 0)))
+    edges = arithmetic.power(exact_ldexp(weight, torch.where(alive, tail - column, 0)))
     return torch.where(alive, edges, 0), head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
-from pathsgd.geometry.operations.contraction import folded
+from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.graph.nodes import Conv, Shape
 
 
@@ -23,11 +23,13 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
         edges = arithmetic.power(weight)
     else:
         ndim = x.mantissa.dim()
-        x = arithmetic.common(x, [d for d in range(ndim) if d != 1])
+        x = arithmetic.align(x, [d for d in range(ndim) if d != 1])
         assert x.exponent is not None
         channels = x.mantissa.shape[1]
         tail = x.exponent.expand(1, channels, *(1,) * (ndim - 2)).reshape(channels)
-        rows, head = folded(arithmetic, by_output(operation, weight), tail_of(operation, tail, weight))
+        rows, head = fold_exponents(
+            arithmetic, by_output(operation, weight), tail_of(operation, tail, weight)
+        )
         edges = from_output(operation, rows, weight.shape)
         head = head.reshape(1, -1, *(1,) * (ndim - 2))
     if math.isinf(arithmetic.p):
@@ -39,7 +41,7 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
             x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
             operation.transposed, operation.output_padding, operation.groups,
         )  # fmt: skip
-    return arithmetic.normalised(ExtendedFloat(y, head))
+    return arithmetic.normalise(ExtendedFloat(y, head))
 
 
 LARGEST_PRODUCT = 1 << 22
@@ -92,13 +94,13 @@ def tail_of(operation: Conv, per_channel: Tensor, weight: Tensor) -> Tensor:
     return grouped.reshape(outputs, -1, *taps)
 
 
-def weight_adjoint(
+def conv_weight_adjoint(
     arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, gradient: ExtendedFloat, weight: Tensor
 ) -> ExtendedFloat:
     """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at."""
     ndim = x.mantissa.dim()
     rest = [d for d in range(ndim) if d != 1]
-    x, gradient = arithmetic.common(x, rest), arithmetic.common(gradient, rest)
+    x, gradient = arithmetic.align(x, rest), arithmetic.align(gradient, rest)
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
     else:
@@ -117,7 +119,7 @@ def weight_adjoint(
     head = out.reshape(-1, *(1,) * (weight.dim() - 1))
     per_pair = (tail + head).expand(*tail.shape)
     shape = (*weight.shape[:2], *(1,) * (weight.dim() - 2))
-    return arithmetic.normalised(ExtendedFloat(value, from_output(operation, per_pair, shape)))
+    return arithmetic.normalise(ExtendedFloat(value, from_output(operation, per_pair, shape)))
 
 
 # p = inf: a maximum over taps and channels, where torch has no kernel

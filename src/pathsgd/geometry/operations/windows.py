@@ -52,8 +52,8 @@ def _linear_interpolation(window: Window, matrix: Tensor) -> Tensor:
         if window.align_corners:
             place = o * (n - 1) / (out - 1) if out > 1 else 0.0
         else:
-            assert window.scale is not None
-            place = max((o + 0.5) * window.scale - 0.5, 0.0)
+            assert window.ratio is not None
+            place = max((o + 0.5) * window.ratio - 0.5, 0.0)
         low = min(int(place), n - 1)
         high = min(low + 1, n - 1)
         matrix[o, low] += 1 - (place - low)

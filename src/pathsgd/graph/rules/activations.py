@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Weight
 from pathsgd.graph.rules.pooling import reduce_to
 from pathsgd.graph.rules.registry import Call, rule
 from pathsgd.graph.rules.views import reshape_value
 
-# f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is.
-# Dropout multiplies by a mask, detach and the copies change no value.
-HOMOGENEOUS = (
-    "relu", "leaky_relu", "rrelu", "abs", "dropout", "native_dropout", "feature_dropout",
-    "clone", "contiguous", "detach", "alias", "lift_fresh", "lift_fresh_copy", "lift", "positive",
-    "_to_copy", "to", "type_as", "float", "double", "conj", "resolve_conj", "resolve_neg",
+# f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is. Dropout multiplies by a mask.
+HOMOGENEOUS = ("relu", "leaky_relu", "rrelu", "abs", "dropout", "native_dropout", "feature_dropout")
+CASTS = ("_to_copy", "to", "float", "double")
+COPIES = (
+    *CASTS, "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh", "lift_fresh_copy", "lift",
+    "positive", "conj", "resolve_conj", "resolve_neg",
 )  # fmt: skip
-
 
 # Known not to be: named so that a report can say that it is the mathematics, not a missing rule.
 NOT_HOMOGENEOUS = frozenset((
@@ -37,22 +38,22 @@ def why_it_ends(name: str) -> str:
 @rule(*HOMOGENEOUS)
 def homogeneous(b: Builder, call: Call) -> list[Value]:
     value: Value = call.get("self", "input")
-    call.get("other")  # type_as: only its dtype matters
-    if isinstance(value, (Paths, Weight)) and not call.floating:
-        raise Ends("a cast to integers is not positively homogeneous")
-    if isinstance(value, Weight) and call.name in ("relu", "leaky_relu", "rrelu", "abs"):
-        raise Ends(f"a weight computed by {call.name}")
-    if isinstance(value, Weight) and "dropout" in call.name:
-        raise Ends("a weight under dropout")
-    if (
-        isinstance(value, Unknown)
-        and not value.parameters
-        and call.name in ("_to_copy", "to", "float", "double")
-    ):
-        # Integers made floats: pixels or counts, where paths begin.
-        return [b.begin(call.shape, "input")] if call.floating else [value]
+    if isinstance(value, Weight):
+        dropped = "dropout" in call.name
+        raise Ends("a weight under dropout" if dropped else f"a weight computed by {call.name}")
     # The second output of native_dropout is its mask, which carries no path.
     return [value]
+
+
+@rule(*COPIES, moves=True, ignores=("other",))
+def copy(b: Builder, call: Call) -> Any:
+    value: Any = call.get("self", "input")
+    if isinstance(value, Unknown):
+        if call.name in CASTS and call.floating and not value.parameters:
+            return b.begin(call.shape, "input")  # integers made floats: pixels or counts, where paths begin
+    elif isinstance(value, (Paths, Weight)) and not call.floating:
+        raise Ends("a cast to integers is not positively homogeneous")
+    return value
 
 
 @rule("clamp", "clamp_min")
@@ -85,7 +86,7 @@ def prelu(b: Builder, call: Call) -> Value:
         per_channel = reshape_value(b, slope, (1, -1) + (1,) * (ndim - 2))
         assert isinstance(per_channel, Weight)
         slope = per_channel
-    return b.add([x, b.scale(x, slope.as_role("slope"))])
+    return b.add([x, b.multiply(x, slope.as_role("slope"))])
 
 
 @rule("maximum", "minimum", "fmax", "fmin")
@@ -98,14 +99,12 @@ def maximum(b: Builder, call: Call) -> Value:
 def max_reduce(b: Builder, call: Call) -> Value | list[Value]:
     if "other" in call.arguments:
         return maximum(b, call)
-
     dims = [call["dim"]] if call.get("dim") is not None else None
     return [reduce_to(b, call.paths("self"), dims, call.shape)]
 
 
 @rule("amax", "amin")
 def amax(b: Builder, call: Call) -> Value:
-
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
 
 

@@ -34,7 +34,7 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
         return _along(b, flat, len(b.shape(x)), channel=1)
 
     parts: list[Value] = [
-        b.scale(x, edge(inverse_sigma)),
+        b.multiply(x, edge(inverse_sigma)),
         edge(inverse_sigma, _stored(mean), *number(-1).factors),
     ]
     if bias is not None:
@@ -58,7 +58,7 @@ def _ends(b: Builder, call: Call, x: Paths, reason: str, channel: int | None = N
     y = b.begin(call.shape, call.name)
     ndim = len(call.shape)
 
-    def laid_out(value: Weight, role: str) -> Weight:
+    def lay_out(value: Weight, role: str) -> Weight:
         value = value.as_role(role)
         return value if channel is None else _along(b, value, ndim, channel)
 
@@ -66,7 +66,7 @@ def _ends(b: Builder, call: Call, x: Paths, reason: str, channel: int | None = N
     if isinstance(weight, (Paths, Unknown)):
         raise Ends(f"{call.name} with a computed weight")
     if isinstance(weight, Weight):
-        y = b.scale(y, laid_out(weight, "norm weight"))
+        y = b.multiply(y, lay_out(weight, "norm weight"))
     if bias is not None:
         y = b.add([y, bias if channel is None else _bias_along(b, bias, ndim, channel)])
     return y

@@ -20,7 +20,7 @@ def reduce_to(b: Builder, x: Paths, dims: Sequence[int] | None, shape: Shape, av
     y = b.reduce(x, axes) if axes else x
     count = math.prod(old[d] for d in axes)
     if average and count > 1:
-        y = b.scale(y, number(1 / count))
+        y = b.multiply(y, number(1 / count))
     return b.reshape(y, shape)
 
 
@@ -73,7 +73,7 @@ def avg_pool(b: Builder, call: Call) -> Value:
     divisor = call.get("divisor_override")
     if divisor is None:
         return _pool(b, call, "mean")
-    return b.scale(_pool(b, call, "sum"), number(1 / divisor))
+    return b.multiply(_pool(b, call, "sum"), number(1 / divisor))
 
 
 def _adaptive(b: Builder, call: Call, kind: str) -> Paths:
@@ -117,13 +117,13 @@ def pad(b: Builder, call: Call) -> Value:
         dim = len(call.shape) - 1 - k
         before, after = amounts[2 * k], amounts[2 * k + 1]
         n = b.shape(x)[dim]
-        index = tuple(_padded(j, n, mode) for j in range(-before, n + after))
+        index = tuple(_source_place(j, n, mode) for j in range(-before, n + after))
         if index != tuple(range(n)):
             x = b.axis_map(x, dim, Window("gather", n, len(index), index=index))
     return x
 
 
-def _padded(j: int, n: int, mode: str) -> int:
+def _source_place(j: int, n: int, mode: str) -> int:
     """Which entry stands at place ``j`` of a padded axis of ``n`` entries; -1 for none."""
     if 0 <= j < n:
         return j
@@ -146,7 +146,7 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
     exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
-        index = _nearest(n, out, _factor(call, axis), exact)
+        index = _nearest_places(n, out, _factor(call, axis), exact)
         x = b.axis_map(x, dim, Window("gather", n, out, index=index))
     return x
 
@@ -159,13 +159,13 @@ def upsample_linear(b: Builder, call: Call) -> Value:
     align = bool(call["align_corners"])
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
-        scale = _resize_scale(call, axis, n, out)
-        window = Window("resize", n, out, align_corners=align, scale=scale)
+        ratio = _resize_ratio(call, axis, n, out)
+        window = Window("resize", n, out, align_corners=align, ratio=ratio)
         x = b.axis_map(x, dim, window)
     return x
 
 
-def _nearest(size: int, out: int, factor: float | None, exact: bool) -> Shape:
+def _nearest_places(size: int, out: int, factor: float | None, exact: bool) -> Shape:
     """Which entry each place takes: asked of torch itself, whose fp32 arithmetic decides ties."""
     operator = torch.ops.aten._upsample_nearest_exact1d if exact else torch.ops.aten.upsample_nearest1d
     places = torch.arange(size, dtype=torch.float64, device="cpu").reshape(1, 1, -1)
@@ -181,7 +181,7 @@ def _factor(call: Call, axis: int) -> float | None:
     return float(factors[axis]) if factors and len(factors) > axis and factors[axis] else None
 
 
-def _resize_scale(call: Call, axis: int, size: int, out: int) -> float:
+def _resize_ratio(call: Call, axis: int, size: int, out: int) -> float:
     """Input places per output place, as torch computes it: by the factor if one was given."""
     factor = _factor(call, axis)
     return 1 / factor if factor else size / max(out, 1)

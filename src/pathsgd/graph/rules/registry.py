@@ -19,7 +19,7 @@ class Call:
     shape: Shape
     floating: bool = True
     read: set[str] = field(default_factory=set)
-    """The arguments a rule has looked at. One it has not is no path: the tracer ends it."""
+    """The arguments a rule has read. The tracer ends the paths of those that it neither reads nor ignores."""
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
@@ -49,19 +49,36 @@ class Call:
             raise Ends(value.reason)
         raise Ends(f"{self.name} of two activations")
 
+    def ignore(self, name: str) -> None:
+        """Declares that in this call an argument has no influence on the result."""
+        self.read.add(name)
+
 
 Result = Value | list[Value]
-Rule = Callable[[Builder, Call], Result]
+Write = Callable[[Builder, Call], Result]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operator is written in the language of paths, and what else is known of it."""
+
+    write: Write
+    moves: bool
+    """It moves, copies or creates data and computes nothing. How often it is called may depend on the batch
+    size."""
+    ignores: frozenset[str]
+    """Arguments of which only the shape or the dtype matters."""
+
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, moves: bool = False, ignores: tuple[str, ...] = ()) -> Callable[[Write], Write]:
     """Registers a function as the rule of the named ATen operators (in-place variants included)."""
 
-    def register(function: Rule) -> Rule:
+    def register(write: Write) -> Write:
         for name in names:
-            RULES[name] = function
-        return function
+            RULES[name] = Rule(write, moves, frozenset(ignores))
+        return write
 
     return register

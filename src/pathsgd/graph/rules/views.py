@@ -1,4 +1,4 @@
-"""Data movement: views, permutations, slices, concatenation. UnitClasses move, nothing is multiplied."""
+"""Data movement: views, permutations, slices, concatenation, constants. Units move, nothing is multiplied."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def expand_value(b: Builder, value: Value, shape: Shape) -> Value:
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
-      "view_copy", "_reshape_alias")  # fmt: skip
+      "view_copy", "_reshape_alias", moves=True)  # fmt: skip
 def reshape(b: Builder, call: Call) -> Value:
     # The exported program already knows the resulting shape, so every spelling is one case.
     return reshape_value(b, call["self"], call.shape)
 
 
-@rule("permute", "permute_copy")
+@rule("permute", "permute_copy", moves=True)
 def permute(b: Builder, call: Call) -> Value:
     return permute_value(b, call["self"], call["dims"])
 
 
-@rule("transpose", "swapaxes", "swapdims", "transpose_copy")
+@rule("transpose", "swapaxes", "swapdims", "transpose_copy", moves=True)
 def transpose(b: Builder, call: Call) -> Value:
     ndim = len(call.shape)
     order = list(range(ndim))
@@ -77,7 +77,7 @@ def transpose(b: Builder, call: Call) -> Value:
     return permute_value(b, call["self"], order)
 
 
-@rule("t", "numpy_T", "mT", "t_copy")
+@rule("t", "numpy_T", "mT", "t_copy", moves=True)
 def t(b: Builder, call: Call) -> Value:
     ndim = len(call.shape)
     if ndim < 2:
@@ -90,7 +90,7 @@ def t(b: Builder, call: Call) -> Value:
     return permute_value(b, call["self"], order)
 
 
-@rule("movedim", "moveaxis")
+@rule("movedim", "moveaxis", moves=True)
 def movedim(b: Builder, call: Call) -> Value:
     ndim = len(call.shape)
     source, target = call["source"], call["destination"]
@@ -101,13 +101,12 @@ def movedim(b: Builder, call: Call) -> Value:
     return permute_value(b, call["self"], [moved[d] if d in moved else next(rest) for d in range(ndim)])
 
 
-@rule("expand", "expand_as", "broadcast_to", "expand_copy")
+@rule("expand", "expand_as", "broadcast_to", "expand_copy", moves=True, ignores=("other",))
 def expand(b: Builder, call: Call) -> Value:
-    call.get("other")  # only its shape matters
     return expand_value(b, call["self"], call.shape)
 
 
-@rule("repeat", "tile")
+@rule("repeat", "tile", moves=True)
 def repeat(b: Builder, call: Call) -> Value:
     value = call.paths("self")
     old = (1,) * (len(call.shape) - len(b.shape(value))) + b.shape(value)
@@ -119,7 +118,7 @@ def repeat(b: Builder, call: Call) -> Value:
     return value
 
 
-@rule("select", "select_copy")
+@rule("select", "select_copy", moves=True)
 def select(b: Builder, call: Call) -> Value:
     shape = b.shape(call["self"])
     dim = call["dim"] % len(shape)
@@ -127,7 +126,7 @@ def select(b: Builder, call: Call) -> Value:
     return reshape_value(b, slice_value(b, call["self"], dim, index, 1), call.shape)
 
 
-@rule("slice", "slice_copy")
+@rule("slice", "slice_copy", moves=True)
 def slice_(b: Builder, call: Call) -> Value:
     shape = b.shape(call["self"])
     dim = (call.get("dim", default=0)) % len(shape)
@@ -135,19 +134,19 @@ def slice_(b: Builder, call: Call) -> Value:
     return slice_value(b, call["self"], dim, start, call.shape[dim], step)
 
 
-@rule("narrow")
+@rule("narrow", moves=True)
 def narrow(b: Builder, call: Call) -> Value:
     dim = call["dim"] % len(call.shape)
     start = call["start"] % max(b.shape(call["self"])[dim], 1)
     return slice_value(b, call["self"], dim, start, call["length"])
 
 
-def pieces(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> list[Value]:
+def split_value(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> list[Value]:
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     return [slice_value(b, value, dim, s, n) for s, n in zip(starts, lengths, strict=True)]
 
 
-@rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk")
+@rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", moves=True)
 def split(b: Builder, call: Call) -> list[Value]:
     value: Value = call["self"]
     dim = call.get("dim", default=0) % len(b.shape(value))
@@ -158,25 +157,25 @@ def split(b: Builder, call: Call) -> list[Value]:
         each = call.get("split_size", "split_sizes")
     if isinstance(each, int):
         each = [min(each, size - start) for start in range(0, size, each)]
-    return pieces(b, value, dim, each)
+    return split_value(b, value, dim, each)
 
 
-@rule("unbind", "unbind_copy")
+@rule("unbind", "unbind_copy", moves=True)
 def unbind(b: Builder, call: Call) -> list[Value]:
     value: Value = call["self"]
     shape = b.shape(value)
     dim = call.get("dim", default=0) % len(shape)
     rest = shape[:dim] + shape[dim + 1 :]
-    return [reshape_value(b, piece, rest) for piece in pieces(b, value, dim, [1] * shape[dim])]
+    return [reshape_value(b, piece, rest) for piece in split_value(b, value, dim, [1] * shape[dim])]
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat", "concat", "concatenate", moves=True)
 def cat(b: Builder, call: Call) -> Value:
     values: list[Value] = call["tensors"]
     return join(b, values, call.get("dim", default=0) % len(call.shape))
 
 
-@rule("stack")
+@rule("stack", moves=True)
 def stack(b: Builder, call: Call) -> Value:
     dim = call.get("dim", default=0) % len(call.shape)
     one = (*call.shape[:dim], 1, *call.shape[dim + 1 :])
@@ -191,7 +190,7 @@ def join(b: Builder, values: Sequence[Value], dim: int) -> Value:
     return b.cat([b.paths(value) for value in full], dim)
 
 
-@rule("flip")
+@rule("flip", moves=True)
 def flip(b: Builder, call: Call) -> Value:
     value = call.paths("self")
     for d in call["dims"]:
@@ -201,7 +200,7 @@ def flip(b: Builder, call: Call) -> Value:
     return value
 
 
-@rule("roll")
+@rule("roll", moves=True)
 def roll(b: Builder, call: Call) -> Value:
     value = call.paths("self")
     if not call.get("dims"):
@@ -214,7 +213,7 @@ def roll(b: Builder, call: Call) -> Value:
     return value
 
 
-@rule("pixel_shuffle", "channel_shuffle", "pixel_unshuffle")
+@rule("pixel_shuffle", "channel_shuffle", "pixel_unshuffle", moves=True)
 def shuffle(b: Builder, call: Call) -> Value:
     x = call.paths("self")
     if call.name == "channel_shuffle":
@@ -236,9 +235,8 @@ def shuffle(b: Builder, call: Call) -> Value:
 
 
 @rule("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-      "scalar_tensor")  # fmt: skip
-def filled(b: Builder, call: Call) -> Value:
-    call.get("self")  # only its shape and dtype matter
+      "scalar_tensor", moves=True, ignores=("self",))  # fmt: skip
+def fill(b: Builder, call: Call) -> Value:
     value: Any = call.get("fill_value", "s", default=0.0)
     if "zeros" in call.name:
         value = 0.0

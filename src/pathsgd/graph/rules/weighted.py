@@ -12,7 +12,7 @@ from pathsgd.graph.rules.registry import Call, rule
 from pathsgd.graph.rules.views import permute_value, reshape_value
 
 
-def biased(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = -1) -> Paths:
+def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = -1) -> Paths:
     """``x`` plus the bias argument, if there is one, laid along the axis ``channel``."""
     if call.get(name) is None:
         return x
@@ -26,16 +26,16 @@ def biased(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = 
 def linear(b: Builder, call: Call) -> Value:
     if is_zero(call["input"]):
         # The zero state a recurrence starts from: no path but the bias, whatever the weight.
-        call.get("weight")
+        call.ignore("weight")
         zero = replace(number(0), shape=call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
-    x, weight = activation(b, call, "input"), call["weight"]
+    x, weight = read_activation(b, call, "input"), call["weight"]
     if isinstance(weight, Unknown):
-        return biased(b, computed(b, call, x, weight), call)
-    return biased(b, b.linear(x, call.weight("weight")), call)
+        return add_bias(b, end_at_computed_weight(b, call, x, weight), call)
+    return add_bias(b, b.linear(x, call.weight("weight")), call)
 
 
-def activation(b: Builder, call: Call, name: str) -> Paths:
+def read_activation(b: Builder, call: Call, name: str) -> Paths:
     """An argument that acts as an activation; a parameter there (a learned query) is a constant's edges."""
     value = call[name]
     if isinstance(value, Unknown) and not value.parameters:
@@ -43,7 +43,9 @@ def activation(b: Builder, call: Call, name: str) -> Paths:
     return b.paths(value) if isinstance(value, Weight) else call.paths(name)
 
 
-def computed(b: Builder, call: Call, x: Paths, weight: Unknown, shape: Shape | None = None) -> Paths:
+def end_at_computed_weight(
+    b: Builder, call: Call, x: Paths, weight: Unknown, shape: Shape | None = None
+) -> Paths:
     """A layer whose weight is computed from parameters ends the region; its bias opens the next."""
     b.end(x, weight.reason)
     b.end(weight, weight.reason)
@@ -56,13 +58,13 @@ def matmul(b: Builder, call: Call) -> Value:
     right: Value = call.get("other", "mat2", "vec", "tensor")
     if is_zero(left) or is_zero(right):
         return replace(number(0), shape=call.shape)
-    return product(b, call, left, right)
+    return multiply_matrices(b, call, left, right)
 
 
 @rule("addmm", "baddbmm", "addbmm")
 def addmm(b: Builder, call: Call) -> Value:
     left, right = call.get("mat1", "batch1"), call.get("mat2", "batch2")
-    result = b.times(product(b, call, left, right), call.get("alpha", default=1))
+    result = b.times(multiply_matrices(b, call, left, right), call.get("alpha", default=1))
     beta = call.get("beta", default=1)
     if beta == 0:
         return result
@@ -72,7 +74,7 @@ def addmm(b: Builder, call: Call) -> Value:
     return b.add([result, times(b, call, added, number(beta))])
 
 
-def product(b: Builder, call: Call, left: Value, right: Value) -> Paths:
+def multiply_matrices(b: Builder, call: Call, left: Value, right: Value) -> Paths:
     """A matrix product with an activation on one side and a weight (or a softmax) on the other."""
     if isinstance(left, Paths) and left.mixes and isinstance(right, Paths) and len(b.shape(left)) > 1:
         return attend(b, right, queries=b.shape(left)[-2], shape=call.shape)
@@ -85,8 +87,8 @@ def product(b: Builder, call: Call, left: Value, right: Value) -> Paths:
         rows = weight_matrix(b, call, weight, transpose=False)
         ndim = len(b.shape(right))
         x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
-        y = b.linear(_swapped(b, x), rows)
-        return b.reshape(_swapped(b, y), call.shape)
+        y = b.linear(_swap_last(b, x), rows)
+        return b.reshape(_swap_last(b, y), call.shape)
     for value in (left, right):
         if isinstance(value, Unknown):
             raise Ends(value.reason)
@@ -132,10 +134,10 @@ def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
       "convolution")  # fmt: skip
 def convolution(b: Builder, call: Call) -> Value:
-    x = activation(b, call, "input")
+    x = read_activation(b, call, "input")
     if isinstance(call["weight"], Unknown):
-        y = computed(b, call, x, call["weight"])
-        return biased(b, y, call, channel=len(call.shape) - len(call["weight"].shape) + 1)
+        y = end_at_computed_weight(b, call, x, call["weight"])
+        return add_bias(b, y, call, channel=len(call.shape) - len(call["weight"].shape) + 1)
     weight = call.weight("weight")
     if len(b.shape(x)) < len(weight.shape):
         batched = b.reshape(x, (1, *b.shape(x)))
@@ -165,7 +167,7 @@ def _convolution(b: Builder, call: Call, x: Paths, weight: Weight, shape: Shape)
     output_padding = per_axis("output_padding", 0) if transposed else (0,) * n
     groups = call.get("groups", default=1)
     conv = Conv(weight, stride, padding, dilation, groups, transposed, output_padding)
-    return biased(b, b.conv(x, conv, shape), call, channel=1)
+    return add_bias(b, b.conv(x, conv, shape), call, channel=1)
 
 
 @rule("embedding")
@@ -203,7 +205,7 @@ def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
         assert isinstance(weight, Weight)
         if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
             return x
-        return b.scale(x, weight if is_fixed(weight) else weight.as_role("scale"))
+        return b.multiply(x, weight if is_fixed(weight) else weight.as_role("multiplier"))
     if isinstance(left, Weight) and isinstance(right, Weight):
         if left.parameter is not None and right.parameter is not None:
             raise Ends("a weight computed as a product of parameters")
@@ -260,6 +262,6 @@ def _weight(value: Value) -> Weight:
     return value
 
 
-def _swapped(b: Builder, x: Paths) -> Paths:
+def _swap_last(b: Builder, x: Paths) -> Paths:
     ndim = len(b.shape(x))
     return b.permute(x, (*range(ndim - 2), ndim - 1, ndim - 2))

@@ -72,7 +72,7 @@ def fit_frame(
     carried = [
         vector.mantissa
         if vector.exponent is None
-        else arithmetic.shifted(vector.mantissa, (vector.exponent - highest).clamp(min=DEAD // 2))
+        else arithmetic.shift(vector.mantissa, (vector.exponent - highest).clamp(min=DEAD // 2))
         for vector, highest in zip(vectors, exponents, strict=True)
     ]
     count = len(into)

@@ -1,8 +1,8 @@
-"""Steps of a chain recorded as CUDA graphs, so that launching one takes as long as launching a kernel.
+"""Steps of a chain captured as CUDA graphs, so that launching one takes as long as launching a kernel.
 
 A step launches two kernels or more for every layer, which from Python takes far longer than they run.
-Training comes back to the same few places in memory: what is launched for gradients that lie where they once
-lay is replayed. What changes from step to step (learning rates, counts of steps) is read from the device.
+Training comes back to the same few addresses: a step whose gradients lie where those of an earlier one lay is
+replayed. What changes from step to step (learning rates, step counts) is read from the device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
 
-KEPT = 8
-"""Recorded steps at most. Gradients lie in one or two places by turns."""
+MOST_GRAPHS = 8
+"""Gradients usually lie in one place, or in two by turns."""
 
 
 class RecordedSteps:
@@ -31,15 +31,15 @@ class RecordedSteps:
         self._numbers: Tensor | None = None
         self._values: list[float] = []
 
-    def forget(self) -> None:
-        """The numbers that kernels are launched with have changed."""
+    def clear(self) -> None:
+        """Drops the graphs: numbers that kernels were launched with have changed."""
         self._graphs.clear()
         self._seen.clear()
 
     def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
         """``launch(layers)``, or the replay of one just like it."""
         if torch.cuda.is_current_stream_capturing():
-            launch(layers)  # recorded by somebody else
+            launch(layers)  # into the graph that the user captures
             return
         self._write([number for layer in layers for number in _changing(layer)])
         key = _key(layers)
@@ -47,41 +47,39 @@ class RecordedSteps:
         if graph is not None:
             graph.replay()
             return
-        if len(self._seen) > 16 * KEPT:
+        if len(self._seen) > 16 * MOST_GRAPHS:
             self._seen.clear()
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen == 1 or len(self._graphs) == KEPT:
-            launch(layers)  # as somebody may who records whole steps after one of warming up
+        if seen == 1 or len(self._graphs) == MOST_GRAPHS:
+            launch(layers)  # the user may capture whole steps after one to warm up
         elif seen == 2:
-            launch(self._reading(layers))  # which compiles what is to be recorded
+            launch(self._reading(layers))  # compiles the kernels that are to be captured
         else:
             reading = self._reading(layers)
-            self._graphs[key] = graph = _recorded(lambda: launch(reading), self.device)
+            self._graphs[key] = graph = _capture(lambda: launch(reading), self.device)
             graph.replay()
 
     def _write(self, numbers: list[float]) -> None:
-        """Brings the numbers to the device, if they are not what they were."""
+        """Copies the numbers to the device, if they have changed."""
         if self._numbers is None or self._values != numbers:
             # Sixteen bytes for each: a kernel is compiled for how its arguments are aligned.
             values = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(4).view(-1, 4)
             if self._numbers is None or len(self._numbers) != len(values):
                 self._numbers = torch.empty_like(values, device=self.device)
-                self.forget()
+                self.clear()
             self._numbers.copy_(values)
             self._values = numbers
 
     def _reading(self, layers: Sequence[LayerTensors]) -> list[LayerTensors]:
-        """The same with numbers that are on the device."""
+        """The same layers with rules whose numbers are read from the device."""
         assert self._numbers is not None
         places = iter(self._numbers[:, 0])
 
-        def placed(rule: Rule) -> Rule:
+        def place(rule: Rule) -> Rule:
             changed = {name: next(places) for name in CHANGING if not _on_device(getattr(rule, name))}
             return replace(rule, **changed)
 
-        return [
-            replace(layer, rule=placed(layer.rule), bias_rule=placed(layer.bias_rule)) for layer in layers
-        ]
+        return [replace(layer, rule=place(layer.rule), bias_rule=place(layer.bias_rule)) for layer in layers]
 
 
 CHANGING = ("lr", "step")
@@ -124,12 +122,13 @@ def _constants(rule: Rule) -> tuple[object, ...]:
     )
 
 
-def _recorded(launch: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Without the clearing of caches that torch.cuda.graph does: nothing is allocated here."""
+def _capture(launch: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the launches, without the clearing of caches that torch.cuda.graph does: nothing is
+    allocated here."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # Other threads may go on allocating: those of a data loader do.
+        # Other threads, as those of a data loader, may allocate during the capture.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             launch()

@@ -1,6 +1,6 @@
-"""The update in Triton: each layer one launch, the sums of all layers finished in one more.
+"""The update in Triton: one launch for each layer, and one more that finishes the sums of all layers.
 
-Sums are kept in parts, each written by one program. Whoever needs a sum adds its few parts up while
+Sums are kept in parts, each written by one program. A kernel that needs a sum adds its few parts up while
 loading it; ``finish`` does so for all of them and takes the inverse roots that the next step needs.
 Everything stays on the device, at fixed addresses, so a step can be captured in a CUDA graph.
 """
@@ -18,21 +18,21 @@ from torch import Tensor
 from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
-from pathsgd.optim.fused.gpu.layout import COLUMNS, layout_of
 from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
 from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
 
 WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
-"""Of a block, by the numbers kept for a weight. What was fastest on an H200."""
+"""Rows of a block, by the numbers of state for a weight: the fastest on an H200."""
 LARGE = 160 * 1024
-"""Bytes of shared memory that hold three blocks of each of two programs, as on an A100; else it is two."""
+"""Bytes of shared memory that hold three pipeline stages of two programs, as on an A100; else two."""
 QUICK_FROM = 2.0**-34
-"""The eps beside which a quick quotient is as good; torch's are larger."""
-FINISHED = 128
-"""Entries of a vector that a program finishes."""
+"""The eps from which an approximate quotient is as good as an exact one; torch's defaults are larger."""
+FINISH_BLOCK = 128
+"""Entries of a vector that one program of finish_kernel handles."""
 
 
 class TritonChain:
@@ -60,7 +60,7 @@ class TritonChain:
         blocks = [
             (v.offset, v.parts, v.length, v.place, start)
             for v in vectors
-            for start in range(0, v.length, FINISHED)
+            for start in range(0, v.length, FINISH_BLOCK)
         ]
         self.table = torch.tensor(blocks, dtype=torch.int64, device=device)
         self._recorded = RecordedSteps(device) if device.type == "cuda" else None
@@ -68,7 +68,7 @@ class TritonChain:
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: ExponentFrame) -> None:
         if frame != self.frame and self._recorded is not None:
-            self._recorded.forget()
+            self._recorded.clear()
         self.frame = frame
         self.parts.zero_()
         self.inverse.zero_()
@@ -93,7 +93,7 @@ class TritonChain:
 
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         rule, bias_rule, layout, frame = layer.rule, layer.bias_rule, self.layout, self.frame
-        unused = self.parts  # a place for pointers that are not looked at
+        unused = self.parts  # for pointers that the kernel does not read
         first, second = rule.betas
         lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
         step, step_on_device = self._numbers(rule.step, bias_rule.step)
@@ -120,7 +120,7 @@ class TritonChain:
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
-        """(value, place) of each for the kernel, and whether it should look there."""
+        """(value, pointer) of each for the kernel, and whether it should read the pointer."""
         on_device = all(isinstance(value, Tensor) and value.device == self.device for value in values)
         found: list[float | Tensor] = []
         for value in values:
@@ -143,7 +143,7 @@ class TritonChain:
     def finish(self) -> None:
         _, low, high = safe_range(torch.float32)
         finish_kernel[(len(self.table),)](
-            self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISHED
+            self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISH_BLOCK
         )
 
     def in_range(self, wait: bool = True) -> bool:
@@ -154,7 +154,7 @@ class TritonChain:
 
 
 def _method(rule: Rule) -> int:
-    """SGD, MOMENTUM, ADAGRAD or ADAM of code.py."""
+    """SGD, MOMENTUM, ADAGRAD or ADAM of triton_kernels.py."""
     return {"sgd": rule.state_count, "adagrad": 2, "adam": 3}[rule.method]
 
 

@@ -1,8 +1,8 @@
-"""The two kernels of a step, in Triton.
+"""The two kernels of a step. ``_update`` is the formula of optim/rule.py, or AdaGrad's, or Adam's.
 
-``layer_kernel``: a program walks down some rows of a strip of columns, moves the weights, adds up its
-columns' sums in registers and writes them, and each block's row sums, to places of its own. Nothing is added
-atomically, so a step gives the same bits every time. ``finish_kernel`` adds up the parts.
+``layer_kernel``: a program walks down some rows of a strip of columns, updates the weights, sums their powers
+over the columns in registers, and writes these sums and each block's row sums to places of its own. Nothing
+is added atomically, so a step gives the same bits every time. ``finish_kernel`` adds up the parts.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _power(w, P: tl.constexpr):
 
 @triton.jit
 def _read(value, pointer, ON_DEVICE: tl.constexpr):
-    """A number that is known when the kernel is launched, or only on the device."""
+    """A number passed by value, or read from the device."""
     if ON_DEVICE:
         value = tl.load(pointer).to(tl.float32)
     return value
@@ -35,7 +35,7 @@ def _read(value, pointer, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD: tl.constexpr):
-    """(rate, correction, shrink) of rule.py."""
+    """(learning rate, factor of sqrt(v), factor of the weight) of a step."""
     rate, correction = lr, 1.0
     if METHOD == ADAGRAD:
         rate = lr / (1.0 + (step - 1.0) * lr_decay)
@@ -48,7 +48,7 @@ def _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD: tl.c
 
 
 @triton.jit
-def _quotient(a, square, correction, eps, QUICK: tl.constexpr):
+def _divide_by_root(a, square, correction, eps, QUICK: tl.constexpr):
     """``a / (sqrt(square) correction + eps)``.
 
     QUICK takes a third of the instructions, which a GPU notices here, and is exact to a few units in the last
@@ -61,18 +61,18 @@ def _quotient(a, square, correction, eps, QUICK: tl.constexpr):
 
 
 @triton.jit
-def _move(
-    w, g, m, v, scale, rate, correction, shrink, coupled, momentum, first, rest_first, second, rest_second,
+def _update(
+    w, g, m, v, root, rate, correction, shrink, coupled, momentum, first, rest_first, second, rest_second,
     eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     QUICK: tl.constexpr,
 ):  # fmt: skip
-    """(new weight, new state): the formulas of rule.py."""
-    h = g * scale
+    """(new weight, new state), given ``root = 1 / sqrt(gamma)``."""
+    h = g * root
     if MAXIMIZE:
         h = -h
-    live = scale > 0
+    live = root > 0
     if DECAY == "coupled":
-        h += coupled * tl.where(live, w / tl.where(live, scale, 1.0), 0.0)
+        h += coupled * tl.where(live, w / tl.where(live, root, 1.0), 0.0)
     if METHOD == MOMENTUM:
         m = momentum * m + h
         if NESTEROV:
@@ -81,23 +81,23 @@ def _move(
             h = m
     if METHOD == ADAGRAD:
         m = m + h * h
-        h = _quotient(h, m, 1.0, eps, QUICK)
+        h = _divide_by_root(h, m, 1.0, eps, QUICK)
     if METHOD == ADAM:
         m = first * m + rest_first * h
         v = second * v + rest_second * (h * h)
-        h = _quotient(m, v, correction, eps, QUICK)
+        h = _divide_by_root(m, v, correction, eps, QUICK)
     if DECAY == "all":
         w = w * shrink
     if DECAY == "live":
         w = w * tl.where(live, shrink, 1.0)
-    return w - rate * (h * scale), m, v
+    return w - rate * (h * root), m, v
 
 
 @triton.jit
-def _loaded(w_at, g_at, m_at, v_at, mask, METHOD: tl.constexpr):
+def _load(w_at, g_at, m_at, v_at, mask, METHOD: tl.constexpr):
     """(weight, gradient, state) of weights or biases."""
     w = tl.load(w_at, mask, 0.0)
-    # Gradients are not looked at again: the cache is better kept for the weights.
+    # Gradients are not read again: the cache is better kept for the weights.
     g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
     m, v = g, g
     if METHOD != SGD:
@@ -108,8 +108,8 @@ def _loaded(w_at, g_at, m_at, v_at, mask, METHOD: tl.constexpr):
 
 
 @triton.jit
-def _stored(w_at, m_at, v_at, mask, w, m, v, METHOD: tl.constexpr):
-    """The weights as they now lie there: storing rounds them."""
+def _store(w_at, m_at, v_at, mask, w, m, v, METHOD: tl.constexpr):
+    """Stores weights and state; returns the weights as stored, which rounds them."""
     if METHOD != SGD:
         tl.store(m_at, m.to(m_at.dtype.element_ty), mask)
     if METHOD == ADAM:
@@ -120,8 +120,8 @@ def _stored(w_at, m_at, v_at, mask, w, m, v, METHOD: tl.constexpr):
 
 
 @triton.jit
-def _some(parts, start, count, length, at, mask, AT_ONCE: tl.constexpr):
-    """The sum of so many parts of a vector."""
+def _sum_parts(parts, start, count, length, at, mask, AT_ONCE: tl.constexpr):
+    """The sum of AT_ONCE parts of a vector, from part ``start`` on."""
     r = start + tl.arange(0, AT_ONCE)
     return tl.sum(
         tl.load(parts + r[:, None] * length + at[None, :], (r < count)[:, None] & mask[None, :], 0.0), 0
@@ -129,11 +129,11 @@ def _some(parts, start, count, length, at, mask, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _total(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
-    """The sum of the parts of a vector, several loads in flight."""
+def _sum_all_parts(parts, count, length, at, mask, AT_ONCE: tl.constexpr):
+    """The sum of all parts of a vector, several loads in flight."""
     total = tl.zeros(at.shape, tl.float32)
     for start in range(0, count, AT_ONCE):
-        total += _some(parts, start, count, length, at, mask, AT_ONCE)
+        total += _sum_parts(parts, start, count, length, at, mask, AT_ONCE)
     return total
 
 
@@ -144,7 +144,7 @@ def layer_kernel(
     rows, columns, rows_each, w_row, w_column, g_row, g_column,
     lr_value, lr_ptr, bias_lr_value, bias_lr_ptr, step_value, step_ptr, bias_step_value, bias_step_ptr,
     weight_decay, bias_weight_decay, momentum, lr_decay, first, rest_first, log_first,
-    second, rest_second, log_second, eps, frame_scale, bias_scale, into_factor, bias_factor, out_factor,
+    second, rest_second, log_second, eps, root_factor, bias_root_factor, into_factor, bias_factor, out_factor,
     LR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, MOVE: tl.constexpr, METHOD: tl.constexpr,
     NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, QUICK: tl.constexpr,
     BIAS: tl.constexpr, INTO: tl.constexpr, OUT: tl.constexpr, OUT_ROUNDS: tl.constexpr,
@@ -164,13 +164,13 @@ def layer_kernel(
         )
         tail = tl.load(inverse_into + n, n_mask, 0.0)
     if INTO:
-        into = _total(next_into, next_into_parts, columns, n, n_mask, 8)
+        into = _sum_all_parts(next_into, next_into_parts, columns, n, n_mask, 8)
     if OUT:
         column_sums = tl.zeros((COLUMNS,), tl.float32)
     first_row = share * rows_each
     last_row = tl.minimum(first_row + rows_each, rows)
     bias_end = tl.where(strip == 0, last_row, 0)  # biases are left to the first strip
-    # In stages: while a block is computed, the next ones are copied to shared memory. Blocks are different
+    # Pipelined: while a block is computed, the next ones are copied to shared memory. Blocks are different
     # rows, so nothing is copied that is still to be written.
     for start in tl.range(first_row, last_row, ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)
@@ -178,14 +178,14 @@ def layer_kernel(
         mask = r_mask[:, None] & n_mask[None, :]
         bias_mask = r < bias_end
         w_at = w_ptr + r[:, None].to(tl.int64) * w_row + n[None, :].to(tl.int64) * w_column
-        # All that a block needs is asked for before any of it is used: it is waited for once.
+        # All loads of a block are issued before any is used, so that their latencies overlap.
         if MOVE:
             state_at = r[:, None].to(tl.int64) * columns + n[None, :]
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
-            w, g, m, v = _loaded(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
+            w, g, m, v = _load(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
             head = tl.load(inverse_out + r, r_mask, 0.0)
             if BIAS:
-                bias, bias_g, bias_m, bias_v = _loaded(
+                bias, bias_g, bias_m, bias_v = _load(
                     bias_ptr + r, bias_g_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, METHOD
                 )
         else:
@@ -193,24 +193,24 @@ def layer_kernel(
             if BIAS:
                 bias = tl.load(bias_ptr + r, bias_mask, 0.0).to(tl.float32)
         if OUT:
-            # Not a loop: one in which there is another is not staged.
-            out = _some(next_out, 0, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
+            # Unrolled: Triton does not pipeline a loop that holds another.
+            out = _sum_parts(next_out, 0, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
             for k in tl.static_range(1, OUT_ROUNDS):
-                out += _some(next_out, k * OUT_AT_ONCE, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
+                out += _sum_parts(next_out, k * OUT_AT_ONCE, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
         if MOVE:
-            w, m, v = _move(
-                w.to(tl.float32), g, m, v, (head * frame_scale)[:, None] * tail[None, :], rate, correction,
+            w, m, v = _update(
+                w.to(tl.float32), g, m, v, (head * root_factor)[:, None] * tail[None, :], rate, correction,
                 shrink, weight_decay, momentum, first, rest_first, second, rest_second, eps, METHOD,
                 NESTEROV, DECAY, MAXIMIZE, QUICK,
             )  # fmt: skip
-            w = _stored(w_at, m_ptr + state_at, v_ptr + state_at, mask, w, m, v, METHOD)
+            w = _store(w_at, m_ptr + state_at, v_ptr + state_at, mask, w, m, v, METHOD)
             if BIAS:
-                bias, bias_m, bias_v = _move(
-                    bias.to(tl.float32), bias_g, bias_m, bias_v, head * bias_scale, bias_rate,
+                bias, bias_m, bias_v = _update(
+                    bias.to(tl.float32), bias_g, bias_m, bias_v, head * bias_root_factor, bias_rate,
                     bias_correction, bias_shrink, bias_weight_decay, momentum, first, rest_first, second,
                     rest_second, eps, METHOD, NESTEROV, DECAY, MAXIMIZE, QUICK,
                 )  # fmt: skip
-                bias = _stored(
+                bias = _store(
                     bias_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, bias, bias_m, bias_v, METHOD
                 )
         edges = tl.where(mask, _power(w, P), 0.0)
@@ -227,13 +227,13 @@ def layer_kernel(
 
 @triton.jit
 def finish_kernel(parts, inverse, table, flag, low, high, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the parts of one block of one vector, takes its inverse root, and looks at its range."""
+    """Sums the parts of one block of one vector, takes its inverse root, and checks its range."""
     row = table + tl.program_id(0) * 5
     offset, count, length = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     place, start = tl.load(row + 3), tl.load(row + 4)
     at = start + tl.arange(0, BLOCK)
     mask = at < length
-    total = _total(parts + offset, count, length, at, mask, 64)
+    total = _sum_all_parts(parts + offset, count, length, at, mask, 64)
     root = total
     if P == 2:
         root = tl.sqrt_rn(total)

@@ -8,7 +8,7 @@ from torch import Tensor
 from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Slice
 
 
-def move_tensor(operation: Operation, x: Tensor) -> Tensor:
+def view_tensor(operation: Operation, x: Tensor) -> Tensor:
     """One movement of the entries of ``x``."""
     match operation:
         case Reshape(shape):
@@ -22,7 +22,7 @@ def move_tensor(operation: Operation, x: Tensor) -> Tensor:
                 return x.narrow(dim, start, length)
             return x.index_select(dim, places(start, length, step, x))
         case Embed(dim, start, size, step):
-            return embedded(x, dim, start, size, step, 0)
+            return embed(x, dim, start, size, step, 0)
         case _:
             raise AssertionError(f"{operation} is no movement")
 
@@ -32,7 +32,7 @@ def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
     return torch.arange(start, start + length * step, step, device=x.device)
 
 
-def embedded(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
+def embed(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
     """``x`` put into an axis of ``size`` entries that are ``fill`` elsewhere."""
     shape = list(x.shape)
     shape[dim] = size

@@ -15,7 +15,7 @@ from pathsgd.graph.chains import Chain
 ROWS, COLUMNS = 16, 512
 """A program works on a strip of so many columns, and on a multiple of so many rows."""
 PROGRAMS = 2
-"""Of a layer, for each processor: so many are at work at the same time."""
+"""Programs of a layer for each processor: so many run at the same time."""
 
 
 @dataclass(frozen=True)

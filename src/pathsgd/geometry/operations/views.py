@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.extended_float import DEAD, ExtendedFloat
-from pathsgd.graph.data_movement import embedded, move_tensor
 from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Slice
+from pathsgd.graph.views import embed, view_tensor
 
 
-def move(operation: Operation, x: ExtendedFloat) -> ExtendedFloat:
+def apply_view(operation: Operation, x: ExtendedFloat) -> ExtendedFloat:
     """One movement, of mantissas and exponents alike."""
     exponent = None if x.exponent is None else _move_exponent(operation, x.mantissa, x.exponent)
-    return ExtendedFloat(move_tensor(operation, x.mantissa), exponent)
+    return ExtendedFloat(view_tensor(operation, x.mantissa), exponent)
 
 
 def _move_exponent(operation: Operation, mantissa: Tensor, exponent: Tensor) -> Tensor:
@@ -30,11 +30,11 @@ def _move_exponent(operation: Operation, mantissa: Tensor, exponent: Tensor) -> 
         case Expand():
             return exponent
         case Slice(dim):
-            return exponent if exponent.shape[dim] == 1 else move_tensor(operation, exponent)
+            return exponent if exponent.shape[dim] == 1 else view_tensor(operation, exponent)
         case Embed(dim, start, size, step):
             if exponent.shape[dim] == 1:
                 return exponent
-            return embedded(exponent, dim, start, size, step, DEAD)
+            return embed(exponent, dim, start, size, step, DEAD)
         case _:
             raise AssertionError(f"{operation} is no movement")
 

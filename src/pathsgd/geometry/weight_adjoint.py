@@ -1,0 +1,106 @@
+"""``gamma_in gamma_out`` of a parameter through one of its uses: the derivative dF/d|w|^p of the powered
+network."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations.apply import adjoint
+from pathsgd.geometry.operations.contraction import linear_weight_adjoint
+from pathsgd.geometry.operations.convolution import conv_weight_adjoint
+from pathsgd.geometry.operations.views import apply_view
+from pathsgd.geometry.passes import PoweredNetwork, Values
+from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.views import view_tensor
+
+
+def linear_ends(
+    network: PoweredNetwork, gamma_in: Values, gamma_out: ExtendedFloat, k: int
+) -> tuple[ExtendedFloat, ExtendedFloat] | None:
+    """(gamma_out, gamma_in) as vectors if node k is a plain linear layer at one position."""
+    node = network.graph.nodes[k]
+    if not isinstance(node.operation, Linear) or node.operation.weight.factors:
+        return None
+    parameter = node.operation.weight.parameter
+    assert parameter is not None
+    transposed = parameter.views == (Permute((1, 0)),)
+    if math.prod(node.shape[:-1]) != 1 or (parameter.views and not transposed):
+        return None
+    into, out = (
+        apply_view(Reshape((x.mantissa.shape[-1],)), x) for x in (gamma_in[node.inputs[0]], gamma_out)
+    )
+    return (into, out) if transposed else (out, into)
+
+
+def sums_of_biases(graph: PathGraph) -> dict[int, int]:
+    """The sum that a bias goes into, if nothing else reads the bias: gamma_out is then the same for every
+    other bias of that sum, as for the two of a batch norm."""
+    readers: dict[int, list[int]] = {}
+    for k, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            readers.setdefault(source, []).append(k)
+    return {
+        k: readers[k][0]
+        for k, node in enumerate(graph.nodes)
+        if isinstance(node.operation, Source) and k not in graph.ends and len(readers.get(k, ())) == 1
+        if isinstance(graph.nodes[readers[k][0]].operation, Add)
+    }
+
+
+def gamma_of_use(
+    network: PoweredNetwork, gamma_in: Values, gamma_out: ExtendedFloat, k: int
+) -> ExtendedFloat:
+    """``gamma_in gamma_out`` of a parameter through one of its uses, in the parameter's shape."""
+    node, arithmetic = network.graph.nodes[k], network.arithmetic
+    match node.operation:
+        case Linear(weight):
+            per_edge = linear_weight_adjoint(arithmetic, gamma_in[node.inputs[0]], gamma_out)
+        case Conv(weight):
+            per_edge = conv_weight_adjoint(
+                arithmetic, node.operation, gamma_in[node.inputs[0]], gamma_out, network.edges.signed(k)
+            )
+        case Multiply(weight):
+            per_edge = arithmetic.multiply(gamma_out, gamma_in[node.inputs[0]])
+            per_edge = sum_to(arithmetic, per_edge, weight.shape)
+        case Source(weight):
+            per_edge = sum_to(arithmetic, gamma_out, weight.shape)
+        case _:
+            raise AssertionError(f"{node.operation} has no weights")
+    assert weight.parameter is not None
+    shape = network.graph.parameters[weight.parameter.name].shape
+    return _to_parameter(arithmetic, weight, per_edge, network.edges.factor_power(k), shape)
+
+
+def _to_parameter(
+    arithmetic: Arithmetic,
+    weight: Weight,
+    per_edge: ExtendedFloat,
+    factor: ExtendedFloat | None,
+    shape: Shape,
+) -> ExtendedFloat:
+    """``dF/d|w|^p`` of the parameter, of that shape, from that of the edges: through factors, broadcasting
+    and views."""
+    assert weight.parameter is not None
+    if factor is not None:
+        per_edge = arithmetic.multiply(per_edge, factor)
+    per_edge = sum_to(arithmetic, per_edge, weight.parameter.shape)
+    shapes = [shape]
+    for view in weight.parameter.views:
+        shapes.append(tuple(view_tensor(view, torch.empty(shapes[-1], device="meta")).shape))
+    for view, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):
+        (per_edge,) = adjoint(arithmetic, view, per_edge, None, [before])
+    return per_edge
+
+
+def sum_to(arithmetic: Arithmetic, x: ExtendedFloat, shape: Shape) -> ExtendedFloat:
+    """The adjoint of broadcasting ``shape`` to the shape of ``x``."""
+    extra = x.mantissa.dim() - len(shape)
+    padded = (1,) * extra + tuple(shape)
+    dims = [d for d, n in enumerate(padded) if n == 1 and x.mantissa.shape[d] != 1]
+    if dims:
+        x = arithmetic.reduce(x, dims)
+    return apply_view(Reshape(tuple(shape)), x) if extra else x
