@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from pathsgd.console.machine import name_of
+from pathsgd.console.devices import device_name
+from pathsgd.paper.config import Run
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.load import load
-from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.methods import METHODS
-from pathsgd.paper.experiment.problem import problem_of
-from pathsgd.paper.experiment.streams import own_streams
-from pathsgd.paper.experiment.training import Training
+from pathsgd.paper.optimizers import METHODS
+from pathsgd.paper.training.cuda_graph import use_own_streams
+from pathsgd.paper.training.trainer import Trainer
+from pathsgd.paper.training.training_data import prepare_data
 
 
 def like_cifar() -> Dataset:
@@ -33,26 +33,26 @@ def like_cifar() -> Dataset:
     return Dataset("noise, 50000 of 3072", (3, 32, 32), 10, x[:50_000], y[:50_000], x[50_000:], y[50_000:])
 
 
-def epochs(training: Training, count: int) -> list[float]:
-    problem, times = training.problem, []
+def epochs(trainer: Trainer, count: int) -> list[float]:
+    data, times = trainer.data, []
     for _ in range(count):
         start = time.perf_counter()
-        training.epoch()
-        training.evaluate(problem.evaluated_x, problem.evaluated_y)
+        trainer.train_epoch()
+        trainer.evaluate(data.evaluated_x, data.evaluated_y)
         times.append(time.perf_counter() - start)
     return times
 
 
-def lanes_together(runs: list[Run], problem, device) -> float:
+def lanes_together(runs: list[Run], prepared, device) -> float:
     """Seconds for an epoch of all of these, each in a stream of its own."""
     ready = threading.Barrier(len(runs))
 
     def work(run):
-        with own_streams(device) as recording:
-            training = Training(run, problem, recording)
-            training.epoch()
+        with use_own_streams(device) as capture_stream:
+            trainer = Trainer(run, prepared, capture_stream)
+            trainer.train_epoch()
             ready.wait()
-            return epochs(training, 4)
+            return epochs(trainer, 4)
 
     with ThreadPoolExecutor(len(runs)) as pool:
         return statistics.median(seconds for times in pool.map(work, runs) for seconds in times)
@@ -72,26 +72,26 @@ def main() -> None:
     sets = [like_cifar()] + ([load("mnist", options.data_dir, download=False)] if options.data_dir else [])
     for data in sets:
         base = Run(dataset=data.name, step_size=1e-6, hidden=tuple(options.hidden))
-        problem = problem_of(data, base, device)
+        prepared = prepare_data(data, base, device)
         for dropout in (0.0, 0.5):
             for name in options.methods:
-                training = Training(dataclasses.replace(base, method=name, dropout=dropout), problem)
-                first, *rest = epochs(training, 4)
+                trainer = Trainer(dataclasses.replace(base, method=name, dropout=dropout), prepared)
+                first, *rest = epochs(trainer, 4)
                 row = {"data": data.name, "method": name, "dropout": dropout, "lanes": 1,
                        "seconds": statistics.median(rest), "first": first}  # fmt: skip
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                del training
+                del trainer
         for count in options.lanes:
             for name in ("sgd", "path-sgd"):
                 run = dataclasses.replace(base, method=name)
                 row = {"data": data.name, "method": name, "dropout": 0.0, "lanes": count,
-                       "seconds": lanes_together([run] * count, problem, device)}  # fmt: skip
+                       "seconds": lanes_together([run] * count, prepared, device)}  # fmt: skip
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"machine": name_of(device), "torch": torch.__version__, "rows": rows}, indent=1)
+            json.dumps({"machine": device_name(device), "torch": torch.__version__, "rows": rows}, indent=1)
             + "\n"
         )
 

@@ -20,8 +20,8 @@ from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
 
 import pathsgd
+from pathsgd.console.networks import ResNet
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.paper.networks import ResNet
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd import PathAdam, PathSGD
-from pathsgd.paper.networks import ResNet
+from pathsgd.console.networks import ResNet
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 Maker = Callable[[nn.Module, Tensor, float], torch.optim.Optimizer]

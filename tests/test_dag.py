@@ -386,10 +386,10 @@ def test_a_network_that_makes_no_sense_is_refused(changes, message):
         ("x", 2.0, "Cannot rescale 'x', an input"),
         ("one", 2.0, "Cannot rescale 'one', an input, constant"),
         ("y", 2.0, "Cannot rescale 'y', an input, constant or output"),
-        ("h", 0.0, "Invalid scale for unit 'h': 0.0"),
-        ("h", -1.0, "Invalid scale for unit 'h': -1.0"),
-        ("h", math.inf, "Invalid scale for unit 'h': inf"),
-        ("h", math.nan, "Invalid scale for unit 'h': nan"),
+        ("h", 0.0, "Invalid factor for unit 'h': 0.0"),
+        ("h", -1.0, "Invalid factor for unit 'h': -1.0"),
+        ("h", math.inf, "Invalid factor for unit 'h': inf"),
+        ("h", math.nan, "Invalid factor for unit 'h': nan"),
     ],
 )
 def test_a_rescaling_that_makes_no_sense_is_refused(unit, c, message):

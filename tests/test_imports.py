@@ -1,4 +1,7 @@
-"""Imports inside the package point one way: graph <- geometry <- optim <- paper."""
+"""Imports inside the package point one way: graph <- geometry <- optim <- console <- tools <- cli.
+
+The tools (inspect, bench, paper) reach the library by its public names only.
+"""
 
 import ast
 import sys
@@ -10,51 +13,42 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 
 PUBLIC = "the public names"  # what `import pathsgd` and `from pathsgd import trace` reach for
-PLACES = {
-    "graph",
-    "geometry",
-    "optim",
-    "console",
-    "inspect",
-    "bench",
-    "paper",
-    "cli",
-    "errors",
-    "dag",
-    "functional",
-}
-TOOLS = {"console", "inspect", "bench", "paper", "cli"}
 
-# Place -> the places it may import from, next to itself. dag is the oracle the rooms are tested
+# Room -> the rooms it may import from, next to itself. dag is the oracle the rooms are tested
 # against: it knows none of them; geometry alone knows it, to list the paths of a small network.
 MAY_IMPORT = {
     "errors": set(),
-    "graph": {"errors"},
-    "geometry": {"errors", "graph", "dag"},
-    "optim": {"errors", "graph", "geometry"},
-    "console": {"errors", PUBLIC},
-    "inspect": {"errors", "graph", "geometry", "optim", "console", "paper", PUBLIC},
-    "bench": {"errors", "graph", "geometry", "optim", "console", "paper", PUBLIC},
-    "paper": {"errors", "graph", "geometry", "optim", "console", PUBLIC},
-    "cli": {"errors", "console", "inspect", "bench", "paper"},
+    "_torch": set(),
+    "graph": {"errors", "_torch"},
+    "geometry": {"errors", "_torch", "graph", "dag"},
+    "optim": {"errors", "_torch", "graph", "geometry"},
     "dag": {"errors"},
     "functional": {"optim"},
     "__init__": {"errors", "graph", "geometry", "optim", "dag", "functional"},
+    "console": {"errors", "_torch", "functional", PUBLIC},
+    "inspect": {"errors", "functional", "console", PUBLIC},
+    "bench": {"errors", "functional", "console", PUBLIC},
+    "paper": {"errors", "functional", "console", PUBLIC},
+    "cli": {"errors", "functional", "console", "inspect", "bench", "paper", PUBLIC},
 }
+ROOM_NAMES = {f"pathsgd.{room}" for room in MAY_IMPORT}
+TOOLS = {"console", "inspect", "bench", "paper", "cli"}
 GPU = ("optim", "fused", "gpu")
 
 
-def imported_names(tree: ast.Module, package: list[str]) -> Iterator[tuple[ast.stmt, list[str]]]:
-    """Every import statement with the dotted names it brings in, relative ones made absolute."""
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.Import):
-            for alias in statement.names:
-                yield statement, alias.name.split(".")
-        elif isinstance(statement, ast.ImportFrom):
-            base = package[: len(package) + 1 - statement.level] if statement.level else []
-            module = statement.module.split(".") if statement.module else []
-            for alias in statement.names:
-                yield statement, [*base, *module, alias.name]
+def imported_names(tree: ast.Module, package: list[str]) -> Iterator[tuple[ast.AST, list[str]]]:
+    """Every dotted name that is imported, relative ones made absolute, and every `pathsgd.room` in use."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = node.module.split(".") if node.module else []
+            for alias in node.names:
+                yield node, [*base, *module, alias.name]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ROOM_NAMES:
+            yield node, ["pathsgd", node.attr]
 
 
 def statements_in_functions(tree: ast.Module) -> set[ast.AST]:
@@ -67,25 +61,25 @@ def wrong_imports(src: Path) -> list[str]:
     found = []
     for path in sorted((src / "pathsgd").rglob("*.py")):
         file = path.relative_to(src)
-        place = path.relative_to(src / "pathsgd").with_suffix("").parts[0]
-        if place not in MAY_IMPORT:
-            found.append(f"{file}: belongs to no room; give {place!r} a line in MAY_IMPORT")
+        room = path.relative_to(src / "pathsgd").with_suffix("").parts[0]
+        if room not in MAY_IMPORT:
+            found.append(f"{file}: belongs to no room; give {room!r} a line in MAY_IMPORT")
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), str(file))
         lazy = statements_in_functions(tree)
         needs_triton = file.parts[1:4] == GPU
-        for statement, name in imported_names(tree, list(file.parts[:-1])):
-            where = f"{file}:{statement.lineno}: {'.'.join(name)}"
+        for node, name in imported_names(tree, list(file.parts[:-1])):
+            where = f"{file}:{node.lineno}: {'.'.join(name)}"
             if name[0] == "pathsgd":
-                target = name[1] if len(name) > 1 and name[1] in PLACES else PUBLIC
-                if target != place and target not in MAY_IMPORT[place]:
-                    found.append(f"{where}: {place} may not import {target}")
-                if tuple(name[1:4]) == GPU and not needs_triton and statement not in lazy:
+                target = name[1] if len(name) > 1 and name[1] in MAY_IMPORT else PUBLIC
+                if target != room and target not in MAY_IMPORT[room]:
+                    found.append(f"{where}: {room} may not import {target}")
+                if tuple(name[1:4]) == GPU and not needs_triton and node not in lazy:
                     found.append(f"{where}: what needs triton is imported lazily, inside a function")
             elif name[0] == "triton" and needs_triton:
                 continue
-            elif name[0] != "torch" and name[0] not in sys.stdlib_module_names and place not in TOOLS:
-                found.append(f"{where}: only paper may import more than torch and the standard library")
+            elif name[0] != "torch" and name[0] not in sys.stdlib_module_names and room not in TOOLS:
+                found.append(f"{where}: only tools may import more than torch and the standard library")
     return found
 
 
@@ -104,11 +98,7 @@ def write_module(src: Path, file: str, source: str) -> None:
     ("file", "source", "complaint"),
     [
         ("graph/trace.py", "from pathsgd.geometry import norms", "graph may not import geometry"),
-        (
-            "graph/trace.py",
-            "from pathsgd.geometry.norms import phi",
-            "graph may not import geometry",
-        ),
+        ("graph/trace.py", "from pathsgd.geometry.norms import phi", "graph may not import geometry"),
         ("graph/trace.py", "import pathsgd.optim.path_sgd", "graph may not import optim"),
         ("graph/trace.py", "from ..geometry import norms", "graph may not import geometry"),
         ("graph/trace.py", "from .. import geometry", "graph may not import geometry"),
@@ -118,13 +108,24 @@ def write_module(src: Path, file: str, source: str) -> None:
         ("graph/trace.py", "from pathsgd import trace", "graph may not import the public names"),
         ("graph/trace.py", "import pathsgd", "graph may not import the public names"),
         ("graph/trace.py", "from pathsgd.dag import Dag", "graph may not import dag"),
+        ("geometry/norms.py", "from pathsgd.console import tables", "geometry may not import console"),
+        ("console/tables.py", "from pathsgd.paper import config", "console may not import paper"),
+        ("console/tables.py", "from pathsgd.geometry import norms", "console may not import geometry"),
+        ("inspect/weights.py", "from pathsgd.graph.trace import trace", "inspect may not import graph"),
+        ("inspect/weights.py", "from pathsgd.paper import config", "inspect may not import paper"),
+        ("bench/measure.py", "from pathsgd.optim import path_sgd", "bench may not import optim"),
         ("paper/sweep.py", "from pathsgd import dag", "paper may not import dag"),
+        ("paper/sweep.py", "from pathsgd.bench import measure", "paper may not import bench"),
+        ("paper/sweep.py", "def f():\n    pathsgd.geometry.norms.phi()", "paper may not import geometry"),
+        ("paper/sweep.py", "from pathsgd import cli", "paper may not import cli"),
+        ("cli.py", "from pathsgd.optim import PathSGD", "cli may not import optim"),
         ("dag.py", "from .geometry import norms", "dag may not import geometry"),
         ("errors.py", "import pathsgd.graph", "errors may not import graph"),
+        ("_torch.py", "from .errors import PathError", "_torch may not import errors"),
         ("__init__.py", "from .paper import cli", "__init__ may not import paper"),
-        ("graph/trace.py", "import numpy as np", "only paper may import more than torch"),
-        ("optim/path_sgd.py", "def f():\n    import triton", "only paper may import more than"),
-        ("optim/fused/sgd.py", "import triton.language as tl", "only paper may import more than"),
+        ("graph/trace.py", "import numpy as np", "only tools may import more than torch"),
+        ("optim/path_sgd.py", "def f():\n    import triton", "only tools may import more than"),
+        ("optim/fused/sgd.py", "import triton.language as tl", "only tools may import more than"),
         ("optim/fused/sgd.py", "from pathsgd.optim.fused.gpu.code import f", "is imported lazily"),
         ("helpers.py", "", "belongs to no room"),
     ],
@@ -139,18 +140,16 @@ def test_a_wrong_import_is_found(tmp_path, file, source, complaint):
     ("file", "source"),
     [
         ("__init__.py", "from .dag import Dag\nfrom pathsgd.optim import PathSGD as PathSGD"),
-        ("paper/cli.py", "import pathsgd\nfrom pathsgd.optim import path_sgd"),
-        ("dag.py", "import torch\nfrom pathsgd.errors import PathsgdError"),
-        (
-            "graph/trace.py",
-            "from __future__ import annotations\nimport torch.fx\nfrom . import rules",
-        ),
-        ("graph/trace.py", "from ..errors import PathsgdError\nfrom .rules import linear"),
-        ("geometry/norms.py", "from pathsgd import errors, graph\nfrom .scales import gamma"),
-        ("optim/path_sgd.py", "from pathsgd.geometry import scales\nfrom ..graph import trace"),
+        ("dag.py", "import torch\nfrom pathsgd.errors import PathError"),
+        ("graph/trace.py", "from __future__ import annotations\nimport torch.fx\nfrom . import rules"),
+        ("graph/trace.py", "from ..errors import PathError\nfrom .._torch import tree_map"),
+        ("geometry/norms.py", "from pathsgd import errors, graph\nfrom .gamma import gammas"),
+        ("optim/path_sgd.py", "from pathsgd.geometry import gamma\nfrom ..graph import trace"),
         ("optim/fused/gpu/code.py", "import triton.language as tl"),
         ("optim/fused/sgd.py", "def f():\n    from pathsgd.optim.fused.gpu import code\n    return code"),
-        ("paper/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, optim"),
+        ("paper/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
+        ("inspect/weights.py", "import pathsgd\nfrom pathsgd.console import files\npathsgd.balance(model)"),
+        ("cli.py", "from pathsgd.paper.commands import train\nfrom pathsgd.inspect import command"),
     ],
 )
 def test_a_right_import_passes(tmp_path, file, source):

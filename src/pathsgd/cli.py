@@ -1,72 +1,59 @@
-"""The command ``pathsgd``."""
+"""Runs one command of the program ``pathsgd``, and turns errors into one line and an exit code.
+
+0: done. 1: the command failed, or what it trained diverged. 2: the options are wrong. 130: interrupted.
+"""
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 
-from pathsgd.bench import command as bench
 from pathsgd.errors import PathError
-from pathsgd.inspect import command as inspect
-from pathsgd.paper.commands import figures, reproduce, sweep, train
-from pathsgd.paper.data import command as data
-from pathsgd.paper.data.checks import one_line
-from pathsgd.paper.experiment.manifest import version_of
+from pathsgd_entry_point import COMMANDS, answer
 
-COMMANDS = {
-    "reproduce": reproduce,
-    "figures": figures,
-    "train": train,
-    "sweep": sweep,
-    "bench": bench,
-    "data": data,
-    "inspect": inspect,
-}
-"""Each has HELP, DESCRIPTION, add_arguments(parser) and run(options) -> exit code."""
+RESUMABLE = ("reproduce", "sweep", "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pathsgd", description="Rescaling-invariant training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"pathsgd {version_of('pathsgd')}")
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name,
-            help=command.HELP,
-            description=command.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(own)
-        own.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
-    if not hasattr(options, "run"):
-        parser.print_help()
-        return 2
+    """Runs ``pathsgd`` with these arguments, by default those of the process, and returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    code = answer(arguments)
+    if code is not None:
+        return code
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a folder's name may not fit the terminal
-    # Muon on a CPU without bf16: two dozen lines for a product that is then made another way.
+    # Muon on a CPU without bf16: torch warns two dozen times and falls back to another product.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:
-        code = options.run(options)
+        module, _ = COMMANDS[arguments[0]]  # only what is run is imported
+        code = importlib.import_module(module).main(arguments[1:])
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # of `pathsgd ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except PathError as error:
-        print(f"pathsgd: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"pathsgd: {where}{one_line(error)}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        return 130
+        resumes = "; the same command resumes" if arguments[0] in RESUMABLE else ""
+        return _fail(f"interrupted{resumes}", 130)
+    except ModuleNotFoundError as error:
+        if error.name != "tyro":
+            raise
+        return _fail("the command line needs tyro: pip install 'pathsgd[cli]'")
+    except PathError as error:
+        return _fail(str(error))
+    except OSError as error:
+        reason = " ".join((error.strerror or str(error)).split()) or type(error).__name__
+        return _fail(f"{error.filename}: {reason}" if error.filename else reason)
+
+
+def _fail(message: str, code: int = 1) -> int:
+    print(f"pathsgd: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -23,45 +23,45 @@ Path: TypeAlias = tuple[tuple[Unit, Unit], ...]
 class Dag(Generic[Unit]):
     """A network of ReLU units on a directed acyclic graph, skip connections included.
 
-    A bias is an edge from a constant unit. Two parallel edges need a unit in between. A Dag never
-    changes: ``rescale`` and ``path_sgd_step`` return a new one. Every error is a ValueError.
+    A bias is an edge from a constant unit. Two parallel edges need a unit in between. A Dag never changes:
+    ``rescale`` and ``path_sgd_step`` return a new one.
 
-    >>> dag = Dag(
-    ...     weights={("x", "h"): 3.0, ("h", "y"): 2.0, ("x", "y"): -1.0, ("one", "h"): 0.5},
-    ...     inputs=["x"],
-    ...     outputs=["y"],
-    ...     constants=["one"],
-    ... )
-    >>> dag.forward({"x": 1.0})  # 2 * relu(3 * 1 + 0.5) - 1 * 1
-    {'y': 6.0}
-    >>> dag.phi(1)  # the paths weigh |3 * 2|, |-1| and |0.5 * 2|
-    8.0
-    >>> dag.gamma(2)["h", "y"] == dag.gamma_algorithm1(2)["h", "y"] == 3.0**2 + 0.5**2
-    True
-    >>> dag.rescale("h", 4.0).forward({"x": 1.0})
-    {'y': 6.0}
+    Args:
+        weights: ``{(u, v): w}``, one entry for each edge u -> v.
+        inputs: the input units. They have no incoming edge.
+        outputs: the output units. They have no activation and, as in the paper, no outgoing edge.
+        constants: units that are always 1. Paths start at them as they do at the inputs.
+        fixed: edges that are not parameters (identities, pooling): they lie on paths but not in mu.
+        linear: hidden units without activation.
+        max_paths: more paths than this are not listed.
+
+    Raises:
+        ValueError: the graph is not as described above, or an argument of a method is invalid.
+
+    Example:
+        >>> dag = Dag(
+        ...     weights={("x", "h"): 3.0, ("h", "y"): 2.0, ("x", "y"): -1.0, ("one", "h"): 0.5},
+        ...     inputs=["x"],
+        ...     outputs=["y"],
+        ...     constants=["one"],
+        ... )
+        >>> dag.forward({"x": 1.0})  # 2 * relu(3 * 1 + 0.5) - 1 * 1
+        {'y': 6.0}
+        >>> dag.phi(1)  # the paths weigh |3 * 2|, |-1| and |0.5 * 2|
+        8.0
+        >>> dag.gamma(2)["h", "y"] == dag.gamma_algorithm1(2)["h", "y"] == 3.0**2 + 0.5**2
+        True
+        >>> dag.rescale("h", 4.0).forward({"x": 1.0})
+        {'y': 6.0}
     """
 
     weights: Mapping[tuple[Unit, Unit], float]
-    """``{(u, v): w}``, one entry for each edge u -> v."""
-
     inputs: Sequence[Unit]
-    """The input units. They have no incoming edge."""
-
     outputs: Sequence[Unit]
-    """The output units. They have no activation and, as in the paper, no outgoing edge."""
-
     constants: Sequence[Unit] = ()
-    """Units that are always 1. Paths start at them as they do at the inputs."""
-
     fixed: Collection[tuple[Unit, Unit]] = ()
-    """Edges that are not parameters (identities, pooling): they lie on paths but not in mu."""
-
     linear: Collection[Unit] = ()
-    """Hidden units without activation."""
-
     max_paths: int = 100_000
-    """Refuse to list more paths than this."""
 
     def __post_init__(self) -> None:
         own_copies = {
@@ -295,7 +295,7 @@ class Dag(Generic[Unit]):
         if unit in self._sources or unit in self._sinks:
             raise ValueError(f"Cannot rescale {unit!r}, an input, constant or output: choose a hidden unit")
         if not 0 < c < math.inf:
-            raise ValueError(f"Invalid scale for unit {unit!r}: {c} (expected 0 < c < inf)")
+            raise ValueError(f"Invalid factor for unit {unit!r}: {c} (expected 0 < c < inf)")
         weights = dict(self.weights)
         for edge in weights:
             if unit in edge and edge in self.fixed:

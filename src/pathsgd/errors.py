@@ -4,12 +4,34 @@ from __future__ import annotations
 
 
 class PathError(ValueError):
-    """Something asked of the path geometry cannot be done; the message says what to do instead."""
+    """A path quantity cannot be computed as asked; the message says what to do instead.
+
+    Example:
+        >>> import pathsgd, torch
+        >>> pathsgd.path_norm(torch.nn.Linear(2, 1), torch.ones(1, 2), p=0.5)
+        Traceback (most recent call last):
+        pathsgd.errors.PathError: Invalid p: 0.5 (path norms need 1 <= p <= inf)
+    """
 
 
 class TraceError(PathError):
-    """The model could not be turned into a PathGraph."""
+    """A model cannot be turned into a PathGraph.
+
+    Example:
+        >>> import pathsgd, torch
+        >>> pathsgd.trace(torch.nn.ReLU(), torch.ones(1, 2))
+        Traceback (most recent call last):
+        pathsgd.errors.TraceError: ReLU has no parameters: there is nothing to trace
+    """
 
 
 class RescaleError(PathError):
-    """A rescaling names a unit that does not exist or cannot be rescaled."""
+    """A rescaling names a unit that does not exist or cannot be rescaled.
+
+    Example:
+        >>> import pathsgd, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> pathsgd.rescale(model, None, {("0", 3): 2.0})
+        Traceback (most recent call last):
+        pathsgd.errors.RescaleError: '0' has units 0 to 2; there is no unit 3
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from pathsgd import cli
 from pathsgd.bench import command
 from pathsgd.bench.measure import Setting
-from pathsgd.paper.networks import ResNet, stack
+from pathsgd.console.networks import ResNet, stack
+
+RESULTS = Path(__file__).parents[2] / "results" / "step_cost"
 
 
 @pytest.fixture
@@ -52,6 +55,15 @@ def test_some_methods_beside_the_one_all_are_compared_with(small, tmp_path, caps
     assert ["PathSGD" in line for line in lines] == [False, True]
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_committed_numbers_are_read_and_drawn(path, tmp_path, capsys):
+    assert cli.main(["bench", "--read", str(path), "--plot", str(tmp_path / "cost.svg")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(json.loads(path.read_text())["rows"])
+    drawn = (tmp_path / "cost.svg").read_text()
+    assert drawn.startswith("<?xml")
+
+
 def test_errors_are_one_line(small, tmp_path, capsys):
     assert cli.main(["bench", "--read", str(tmp_path / "missing.json")]) == 1
     (tmp_path / "cut.json").write_text('{"rows": [')
@@ -59,8 +71,10 @@ def test_errors_are_one_line(small, tmp_path, capsys):
     assert (
         cli.main(["bench", "--device", "cpu", "--quick", "--seconds", "0.001", "--json", str(tmp_path)]) == 1
     )
+    assert cli.main(["bench", "--methods", "PathSDG"]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 4
+    assert "Unknown method: 'PathSDG' (one of SGD, foreach; " in errors[-1]
     assert all(line.startswith("pathsgd: ") for line in errors)
 
 

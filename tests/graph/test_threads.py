@@ -11,7 +11,7 @@ import torch
 
 from pathsgd import trace
 from pathsgd.geometry import precision
-from pathsgd.paper.networks import stack
+from pathsgd.console.networks import stack
 
 
 @pytest.fixture(autouse=True)

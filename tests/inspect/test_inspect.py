@@ -361,7 +361,8 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
         (["user_models:mlp", "--weights", "code.pt"], ["without running code (UnpicklingError)"]),
         (["user_models:mlp", "--weights", "checkpoint.pt"], ["but a dict with 'epoch', 'best'"]),
         (["user_models:mlp", "--weights", "other.pt"], ["does not fit the model", "Missing key"]),
-        (["user_models:mlp", "--save-balanced", "user_models.py/x.pt"], ["user_models.py"]),
+        (["user_models:mlp", "--save-balanced", "user_models.py/x.pt"], ["pathsgd: user_models.py/x.pt: "]),
+        (["user_models:mlp", "--save-balanced", "taken"], ["pathsgd: taken: Is a directory"]),
         (["broken.py:f"], ["importing", "broken.py raised SyntaxError"]),
         (["needs:f"], ["importing needs raised ModuleNotFoundError: No module named 'absent_one'"]),
     ],
@@ -371,6 +372,7 @@ def test_what_the_user_got_wrong_is_one_line(folder, capsys, arguments, parts):
     torch.save({"epoch": 3, "best": {"weight": torch.zeros(1)}}, "checkpoint.pt")
     torch.save(nn.Linear(2, 1), "code.pt")
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "taken").mkdir()
     (folder / "needs.py").write_text("import absent_one\n")
     line = refused(capsys, *arguments)
     for part in parts:
@@ -381,7 +383,7 @@ def test_a_bug_of_our_own_keeps_its_traceback(folder, monkeypatch):
     def bug(*arguments):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(command, "measure", bug)
+    monkeypatch.setattr(command, "imbalance", bug)
     with pytest.raises(RuntimeError, match="ours"):
         cli.main(["inspect", "user_models:mlp"])
 
@@ -391,6 +393,6 @@ def test_the_help_has_the_formula_and_two_examples(capsys):
         cli.main(["inspect", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "-log2 of the scale" in shown
+    assert "-log2 of the factor" in shown
     assert "runs the code in it" in shown
     assert shown.count("\n  pathsgd inspect ") == 2

@@ -191,7 +191,7 @@ class Trap:
 
 
 NPZ_FAULTS = {
-    "trap": ({"train_x": np.array([Trap()], object)}, "train_x of type object"),
+    "trap": ({"train_x": np.array([Trap()], object)}, "Object arrays cannot be loaded"),
     "text": ({"train_x": np.array([["a"]])}, "train_x of type <U1"),
     "nan": ({"train_x": np.array([[1.0, np.nan]] * 4)}, "not finite"),
     "too large": ({"train_x": np.array([[1e300]] * 4)}, "not finite"),
@@ -203,6 +203,12 @@ NPZ_FAULTS = {
     "float labels": ({"test_y": np.ones(2)}, "of float64, expected (n,) of an integer type"),
     "other shape": ({"test_x": pixels(2, 4)}, "save both with one shape"),
     "no examples": ({"test_x": pixels(0, 3)}, "test_x (0, 3)"),
+    "one class": ({"train_y": np.zeros(4, int), "test_y": np.zeros(2, int)}, "has one class in its training"),
+    "new label": ({"test_y": np.array([0, 7])}, "has test labels that no training example has: 7"),
+    "overflow": (
+        {"train_x": np.full((4, 3), 1e30), "test_x": np.ones((2, 3))},
+        "as large as 1e+30, whose squares",
+    ),
 }
 
 
@@ -230,7 +236,7 @@ def test_broken_npz(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in npz.NAMES:
             archive.writestr(f"{name}.npy", head.getvalue() + bytes(1 << 16))
-    refused(f"own={path}", None, path, "784000000000000 bytes and holds 65536")
+    refused(f"own={path}", None, path, "no sound npz file")
     monkeypatch.setattr(npz, "LARGEST", 1 << 16)
     refused(f"own={path}", None, path, "expected at most 65536")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import pickle
@@ -10,25 +9,29 @@ import pickle
 import pytest
 import torch
 
-from pathsgd.console.machine import share_out
+from pathsgd.console.files import write_atomically
 from pathsgd.errors import PathError
-from pathsgd.paper.commands.common import reporting
+from pathsgd.paper.api import report_out_of_memory
+from pathsgd.paper.config import Run, Seeds
 from pathsgd.paper.data.load import load
-from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.adagrad import OnePassAdagrad
-from pathsgd.paper.experiment.choose import to_carry_on, winner
-from pathsgd.paper.experiment.config import Run, Seeds
-from pathsgd.paper.experiment.dropout import dropped
-from pathsgd.paper.experiment.execute import Habits, execute
-from pathsgd.paper.experiment.manifest import note, read
-from pathsgd.paper.experiment.methods import METHODS
-from pathsgd.paper.experiment.problem import checksum, problem_of
-from pathsgd.paper.experiment.record import Folder, Recorded
-from pathsgd.paper.experiment.training import Training, network_of
+from pathsgd.paper.optimizers import METHODS
+from pathsgd.paper.records.checksum import checksum_dataset
+from pathsgd.paper.records.folder_lock import lock_folder
+from pathsgd.paper.records.json_files import encode_line, write_json
+from pathsgd.paper.records.manifest import add_manifest, read_manifests
+from pathsgd.paper.records.run_folder import RunFolder, RunRecord
+from pathsgd.paper.step_size_search import choose_winner, find_resumable
+from pathsgd.paper.training.dropout import drop_units
+from pathsgd.paper.training.fused_adagrad import FusedAdagrad
+from pathsgd.paper.training.initial_network import make_initial_network
+from pathsgd.paper.training.lanes import choose_lanes
+from pathsgd.paper.training.run_loop import Checkpoints, train_run
+from pathsgd.paper.training.trainer import Trainer
+from pathsgd.paper.training.training_data import prepare_data
 
 CPU = torch.device("cpu")
 SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
-EVERY_EPOCH = Habits(checkpoint_seconds=0.0)
+EVERY_EPOCH = Checkpoints(seconds=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +41,14 @@ def digits():
 
 @pytest.fixture(scope="module")
 def problem(digits):
-    return problem_of(digits, SMALL, CPU)
+    return prepare_data(digits, SMALL, CPU)
 
 
 class Killed(BaseException):
     """What a test ends a run with: nothing in a run catches it."""
 
 
-def run(config, problem, folder, kill_at=None, habits=EVERY_EPOCH):
+def run(config, problem, folder, kill_at=None, checkpoints=EVERY_EPOCH):
     seen = []
 
     def watch(run, line):
@@ -53,7 +56,7 @@ def run(config, problem, folder, kill_at=None, habits=EVERY_EPOCH):
         if kill_at is not None and line["epoch"] == kill_at:
             raise Killed
 
-    return execute(config, problem, folder, watch, habits), seen
+    return train_run(config, problem, folder, watch, checkpoints), seen
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "muon"])
@@ -64,57 +67,56 @@ def test_an_interrupted_run_ends_with_the_same_bits(problem, tmp_path, method, d
     for epoch in (1, 2):
         with pytest.raises(Killed):
             run(config, problem, tmp_path / "cut", kill_at=epoch)
-        half = Folder(tmp_path / "cut", config).metrics
+        half = RunFolder(tmp_path / "cut", config).metrics
         half.write_bytes(half.read_bytes() + b'{"epoch": 9, "train_lo')  # as a kill in mid-write leaves it
     found, seen = run(config, problem, tmp_path / "cut")
     assert seen[0]["epoch"] == 0
     assert len(seen) == 4
     assert found.lines == expected.lines
-    whole, cut = (Folder(tmp_path / name, config).metrics.read_bytes() for name in ("whole", "cut"))
+    whole, cut = (RunFolder(tmp_path / name, config).metrics.read_bytes() for name in ("whole", "cut"))
     assert whole == cut
 
 
 def test_every_way_runs_were_trained_is_noted_once(tmp_path, monkeypatch):
     path = tmp_path / "manifest.json"
     for _ in range(2):
-        note(path, CPU)
-    assert len(read(path)) == 1
-    monkeypatch.setattr("pathsgd.paper.experiment.manifest._revision", lambda: "another")
-    note(path, CPU)
-    assert [one["revision"] == "another" for one in read(path)] == [False, True]
+        add_manifest(path, CPU)
+    assert len(read_manifests(path)) == 1
+    monkeypatch.setattr("pathsgd.paper.records.manifest._revision", lambda: "another")
+    add_manifest(path, CPU)
+    assert [one["revision"] == "another" for one in read_manifests(path)] == [False, True]
     for damaged, said in (('{"revision": null}', "expected a list"), ('[{"x": NaN}]', "NaN is not JSON")):
         path.write_text(damaged)
         with pytest.raises(PathError, match=said):
-            note(path, CPU)
-    assert read(tmp_path / "never noted") == []
+            add_manifest(path, CPU)
+    assert read_manifests(tmp_path / "never noted") == []
 
 
 @pytest.mark.parametrize("text", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory"])
-def test_a_gpu_without_memory_is_one_line(tmp_path, text):
-    options = argparse.Namespace(quiet=True, tensorboard=False)
+def test_a_gpu_without_memory_is_one_line(text):
     for kind in (torch.OutOfMemoryError, RuntimeError):
-        with pytest.raises(PathError, match=f"out of memory: {text}"), reporting(options, tmp_path):
+        with pytest.raises(PathError, match=f"out of memory: {text}"), report_out_of_memory():
             raise kind(text)
-    with pytest.raises(RuntimeError, match="illegal"), reporting(options, tmp_path):
+    with pytest.raises(RuntimeError, match="illegal"), report_out_of_memory():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_small_networks_share_a_gpu_and_large_ones_do_not(monkeypatch):
-    monkeypatch.setattr("pathsgd.console.machine._memory", lambda device: 80e9)
+    monkeypatch.setattr("pathsgd.paper.training.lanes._memory_bytes", lambda device: 80e9)
     gpu = torch.device("cuda")
-    assert share_out(gpu, 30_000_000, None, ["sgd"]) == 3
-    assert share_out(gpu, 3_000_000_000, None, ["sgd"]) == 1
-    assert share_out(gpu, 3_000_000_000, 2, ["sgd"]) == 2
-    assert share_out(gpu, 1_000, None, ["sgd"], alone=True) == 1
+    assert choose_lanes(gpu, 30_000_000, None, ["sgd"]) == 3
+    assert choose_lanes(gpu, 3_000_000_000, None, ["sgd"]) == 1
+    assert choose_lanes(gpu, 3_000_000_000, 2, ["sgd"]) == 2
+    assert choose_lanes(gpu, 1_000, None, ["sgd"], alone=True) == 1
     with pytest.raises(PathError, match="Invalid number of lanes: 17"):
-        share_out(gpu, 1_000, 17, ["sgd"])
+        choose_lanes(gpu, 1_000, 17, ["sgd"])
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # on CPUs without bf16
 def test_an_interrupted_run_of_muon_ends_with_the_same_bits(problem, tmp_path):
     """torch's products round otherwise after its first one, unless that was made before the first run."""
     enabled = torch._C._get_mkldnn_enabled()
-    share_out(CPU, 10, 1, ["sgd", "muon"])
+    choose_lanes(CPU, 10, 1, ["sgd", "muon"])
     config = dataclasses.replace(SMALL, method="muon", step_size=0.01)
     expected, _ = run(config, problem, tmp_path / "whole")
     with pytest.raises(Killed):
@@ -125,15 +127,15 @@ def test_an_interrupted_run_of_muon_ends_with_the_same_bits(problem, tmp_path):
 
 def test_without_the_state_of_the_order_an_interrupted_run_would_differ(problem, tmp_path, monkeypatch):
     expected, _ = run(SMALL, problem, tmp_path / "whole")
-    load = Training.load_state_dict
+    load = Trainer.load_state_dict
 
     def forgetful(self, state):
         load(self, {**state, "order": torch.Generator().manual_seed(7).get_state()})
 
-    monkeypatch.setattr(Training, "load_state_dict", forgetful)
+    monkeypatch.setattr(Trainer, "load_state_dict", forgetful)
     with pytest.raises(Killed):
         run(SMALL, problem, tmp_path / "cut", kill_at=2)
-    assert Folder(tmp_path / "cut", SMALL).saved() is not None
+    assert RunFolder(tmp_path / "cut", SMALL).load() is not None
     found, _ = run(SMALL, problem, tmp_path / "cut")
     assert found.lines[:2] == expected.lines[:2]
     assert found.lines != expected.lines
@@ -149,7 +151,7 @@ def test_muon_and_convolutions_and_other_norms(digits, tmp_path):
         {"centre": False, "batch": 37},
     ):
         config = dataclasses.replace(SMALL, **changes)
-        found, _ = run(config, problem_of(digits, config, CPU), tmp_path)
+        found, _ = run(config, prepare_data(digits, config, CPU), tmp_path)
         losses = found.curve("train_loss")
         assert found.status == "done"
         assert losses[-1] < losses[1], changes  # of the first epoch, with dropout as in the last
@@ -157,13 +159,15 @@ def test_muon_and_convolutions_and_other_norms(digits, tmp_path):
 
 def test_seeds_are_apart_from_each_other(problem):
     def weights(**seeds):
-        model, _ = network_of(dataclasses.replace(SMALL, init="unbalanced", seed=Seeds(**seeds)), problem)
+        model, _ = make_initial_network(
+            dataclasses.replace(SMALL, init="unbalanced", seed=Seeds(**seeds)), problem
+        )
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     def points(**seeds):
-        training = Training(dataclasses.replace(SMALL, dropout=0.5, seed=Seeds(**seeds)), problem)
-        training.epoch()
-        return training.order.get_state(), training.drops.get_state()
+        training = Trainer(dataclasses.replace(SMALL, dropout=0.5, seed=Seeds(**seeds)), problem)
+        training.train_epoch()
+        return training.order_generator.get_state(), training.dropout_generator.get_state()
 
     assert torch.equal(weights(), weights(order=1, dropout=1, split=1))
     assert not torch.equal(weights(), weights(init=1))
@@ -177,7 +181,7 @@ def test_dropout_drops_and_scales_forward_and_backward_by_its_own_generator():
     x = torch.rand(100, 200) + 1
     x.requires_grad_()
     before = torch.get_rng_state()
-    dropped_x = dropped(x, 0.2, torch.Generator().manual_seed(0))
+    dropped_x = drop_units(x, 0.2, torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)
     kept = dropped_x != 0
     assert abs(kept.float().mean().item() - 0.8) < 0.01
@@ -187,7 +191,7 @@ def test_dropout_drops_and_scales_forward_and_backward_by_its_own_generator():
 
 
 def test_the_unbalanced_network_is_the_same_function(problem):
-    models = [network_of(dataclasses.replace(SMALL, init=i), problem)[0] for i in
+    models = [make_initial_network(dataclasses.replace(SMALL, init=i), problem)[0] for i in
               ("balanced", "unbalanced", "powers-of-two")]  # fmt: skip
     outputs = [model(problem.train_x[:50]) for model in models]
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5
@@ -196,18 +200,18 @@ def test_the_unbalanced_network_is_the_same_function(problem):
 
 
 def test_validation_points_are_kept_out(digits):
-    split = problem_of(digits, dataclasses.replace(SMALL, validation=300, centre=False), CPU)
-    whole = problem_of(digits, dataclasses.replace(SMALL, centre=False), CPU)
+    split = prepare_data(digits, dataclasses.replace(SMALL, validation=300, centre=False), CPU)
+    whole = prepare_data(digits, dataclasses.replace(SMALL, centre=False), CPU)
     assert (len(split.train_y), len(split.evaluated_y)) == (1142, 300)
     both = torch.cat([split.train_x, split.evaluated_x])
     assert torch.equal(both.sum(0), whole.train_x.sum(0))
-    centred = problem_of(digits, dataclasses.replace(SMALL, validation=300), CPU)
+    centred = prepare_data(digits, dataclasses.replace(SMALL, validation=300), CPU)
     assert centred.train_x.mean(0).abs().max() < 1e-6
     assert centred.evaluated_x.mean(0).abs().max() > 1e-3
     with pytest.raises(PathError, match="1442 training points; 1442 cannot be kept out"):
-        problem_of(digits, dataclasses.replace(SMALL, validation=1442), CPU)
+        prepare_data(digits, dataclasses.replace(SMALL, validation=1442), CPU)
     with pytest.raises(PathError, match="less than a batch of 2000"):
-        problem_of(digits, dataclasses.replace(SMALL, batch=2000), CPU)
+        prepare_data(digits, dataclasses.replace(SMALL, batch=2000), CPU)
 
 
 @pytest.mark.parametrize("method", ["sgd", "path-sgd", "adagrad", "path-momentum", "path-adam"])
@@ -232,9 +236,9 @@ def test_a_run_that_learns_nothing_is_stopped_after_its_grace(problem, tmp_path)
 
 def test_files_that_were_meddled_with_are_not_believed_and_run_nothing(problem, tmp_path):
     expected, _ = run(SMALL, problem, tmp_path)
-    folder = Folder(tmp_path, SMALL)
+    folder = RunFolder(tmp_path, SMALL)
     folder.metrics.write_bytes(folder.metrics.read_bytes().replace(b"1", b"2", 1))
-    assert folder.recorded() is None
+    assert folder.find_record() is None
     assert run(SMALL, problem, tmp_path)[0] == expected
     folder.result.write_text("{")
     assert run(SMALL, problem, tmp_path)[0] == expected
@@ -252,26 +256,26 @@ def test_a_checkpoint_is_believed_whole_and_in_its_place_or_not_at_all(problem, 
     for config in (SMALL, other):
         with pytest.raises(Killed):
             run(config, problem, tmp_path, kill_at=3)
-    folder = Folder(tmp_path, SMALL)
+    folder = RunFolder(tmp_path, SMALL)
     content, metrics = folder.checkpoint.read_bytes(), folder.metrics.read_bytes()
-    (whole, _) = folder.saved()
+    (whole, _) = folder.load()
     generator = torch.Generator().manual_seed(0)
     believed = 0
     for place in torch.randint(len(content), (40,), generator=generator).tolist():
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
         folder.checkpoint.write_bytes(flipped)
-        saved = folder.saved()
+        saved = folder.load()
         believed += saved is not None
         if saved is not None:  # a bit that nothing reads, such as padding
             for part in ("model", "order", "drops"):
                 torch.testing.assert_close(saved[0][part], whole[part], rtol=0, atol=0)
     assert believed < 25
-    folder.checkpoint.write_bytes(Folder(tmp_path, other).checkpoint.read_bytes())
-    assert folder.saved() is None
+    folder.checkpoint.write_bytes(RunFolder(tmp_path, other).checkpoint.read_bytes())
+    assert folder.load() is None
     folder.checkpoint.write_bytes(content)
     folder.metrics.write_bytes(metrics.replace(b"1", b"2", 1))
-    assert folder.saved() is None
+    assert folder.load() is None
     (folder.path / ".checkpoint.pt.left").write_bytes(b"half")
     assert run(SMALL, problem, tmp_path)[0] == expected
     assert {path.name for path in folder.path.iterdir()} == {"config.json", "metrics.jsonl", "result.json"}
@@ -279,17 +283,17 @@ def test_a_checkpoint_is_believed_whole_and_in_its_place_or_not_at_all(problem, 
 
 def test_a_finished_run_is_tied_to_its_folder(problem, tmp_path):
     run(SMALL, problem, tmp_path)
-    folder = Folder(tmp_path, SMALL)
+    folder = RunFolder(tmp_path, SMALL)
     for name, old, new in (("config.json", "0.1", "5.0"), ("result.json", "done", "diverged")):
         path = folder.path / name
         content = path.read_text()
         assert old in content
         path.write_text(content.replace(old, new))
-        assert folder.recorded() is None
+        assert folder.find_record() is None
         path.write_text(content)
-    assert folder.recorded() is not None
+    assert folder.find_record() is not None
     folder.path.rename(tmp_path / dataclasses.replace(SMALL, method="sgd").name)
-    assert Folder(tmp_path, dataclasses.replace(SMALL, method="sgd")).recorded() is None
+    assert RunFolder(tmp_path, dataclasses.replace(SMALL, method="sgd")).find_record() is None
 
 
 class Trap:
@@ -304,24 +308,24 @@ class Trap:
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    store.write_whole(path, b"old")
+    write_atomically(path, b"old")
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
-            store.write_whole(path, b"new")
+            write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     with pytest.raises(ValueError, match="JSON"):
-        store.write_json(path, {"x": float("nan")})
-    assert json.loads(store.line({"x": float("nan"), "y": 1.5})) == {"x": None, "y": 1.5}
+        write_json(path, {"x": float("nan")})
+    assert json.loads(encode_line({"x": float("nan"), "y": 1.5})) == {"x": None, "y": 1.5}
 
 
 def test_one_process_at_a_time(tmp_path):
     def second():
-        with store.alone_in(tmp_path / "out"):
+        with lock_folder(tmp_path / "out"):
             pass
 
-    with store.alone_in(tmp_path / "out"), pytest.raises(PathError, match="another process is at work in"):
+    with lock_folder(tmp_path / "out"), pytest.raises(PathError, match="another process is at work in"):
         second()
     second()
 
@@ -329,26 +333,26 @@ def test_one_process_at_a_time(tmp_path):
 def recorded(step_size, status="done", errors=(0.5, 0.2, 0.3)):
     config = dataclasses.replace(SMALL, step_size=step_size, validation=10)
     lines = [{"epoch": k, "validation_error": e} for k, e in enumerate((0.9, *errors))]
-    return Recorded(config, status, lines)
+    return RunRecord(config, status, lines)
 
 
 def test_the_winner_has_the_lowest_error_and_of_equals_the_fewest_epochs():
     slow, fast = recorded(1.0, errors=(0.5, 0.4, 0.2)), recorded(0.1, errors=(0.5, 0.2, 0.3))
     lucky = recorded(0.5, "diverged", errors=(0.5, 0.01, None))
-    assert winner([slow, fast, lucky]) is fast
-    assert winner([fast, slow]) is fast
-    assert winner([lucky]) is None
+    assert choose_winner([slow, fast, lucky]) is fast
+    assert choose_winner([fast, slow]) is fast
+    assert choose_winner([lucky]) is None
     equal = recorded(0.3, errors=(0.5, 0.2, 0.3))
-    assert winner([fast, equal]) is winner([equal, fast]) is equal
+    assert choose_winner([fast, equal]) is choose_winner([equal, fast]) is equal
 
 
 def test_stopped_runs_are_carried_on_only_if_nothing_learned():
     stopped, learned = recorded(1e-9, "stopped", (0.9,)), recorded(0.1)
     hopeless, diverged = recorded(1e-3, errors=(0.9, 0.88, 0.85)), recorded(1.0, "diverged", (None,))
-    assert to_carry_on([stopped, learned], classes=10) == []
-    assert to_carry_on([stopped, hopeless], classes=10) == [stopped]
-    assert to_carry_on([stopped, recorded(1e-3, errors=(0.7, 0.6, 0.5))], classes=10) == [stopped]
-    assert to_carry_on([stopped, diverged], classes=10) == [stopped]
+    assert find_resumable([stopped, learned], classes=10) == []
+    assert find_resumable([stopped, hopeless], classes=10) == [stopped]
+    assert find_resumable([stopped, recorded(1e-3, errors=(0.7, 0.6, 0.5))], classes=10) == [stopped]
+    assert find_resumable([stopped, diverged], classes=10) == [stopped]
 
 
 def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
@@ -358,7 +362,7 @@ def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
     assert len(names) == 6
     assert "/" not in dataclasses.replace(SMALL, dataset="a/b=../c.npz").name
     other = dataclasses.replace(digits, train_y=digits.train_y.flip(0))
-    assert checksum(digits) == checksum(load("digits")) != checksum(other)
+    assert checksum_dataset(digits) == checksum_dataset(load("digits")) != checksum_dataset(other)
     for wrong in ({"step_size": 0.0}, {"step_size": float("nan")}, {"dropout": 1.0}, {"hidden": ()},
                   {"batch": 0}, {"epochs": 0}, {"validation": -1}, {"p": 0.5}, {"grace": -1},
                   {"p": float("inf")}, {"seed": Seeds(order=1 << 63)}, {"step_size": 1e300}):  # fmt: skip
@@ -368,8 +372,8 @@ def test_a_run_is_known_by_everything_its_numbers_depend_on(digits):
 
 def test_adagrad_in_one_pass_is_torchs():
     """By Triton's interpreter, as the other kernels."""
-    models = [network_of(SMALL, problem_of(load("digits"), SMALL, CPU))[0] for _ in range(2)]
-    kinds = torch.optim.Adagrad, OnePassAdagrad
+    models = [make_initial_network(SMALL, prepare_data(load("digits"), SMALL, CPU))[0] for _ in range(2)]
+    kinds = torch.optim.Adagrad, FusedAdagrad
     optimizers = [kind(m.parameters(), lr=0.1) for kind, m in zip(kinds, models, strict=True)]
     for step in range(5):
         torch.manual_seed(step)

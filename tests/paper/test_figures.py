@@ -10,15 +10,16 @@ from html.parser import HTMLParser
 import pytest
 
 from pathsgd.errors import PathError
-from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.analysis.claims import Claim
+from pathsgd.paper.analysis.study_tables import Table
+from pathsgd.paper.config import Cell
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.curves import curve_of, error_range, first_part, loss_range
-from pathsgd.paper.figures.examples import explosion, poor_updates
-from pathsgd.paper.figures.figure1 import compared
-from pathsgd.paper.figures.learning import draw_learning
-from pathsgd.paper.report import write_report
-from pathsgd.paper.summary import Claim, Table
+from pathsgd.paper.figures.figure1 import find_pair
+from pathsgd.paper.figures.learning_curves import draw_learning
+from pathsgd.paper.figures.one_step_examples import explosion, poor_updates
+from pathsgd.paper.html_report import write_report
 from support.fake_study import fake_study
 
 NAUGHTY = "a$b<script>alert(1)</script>=somewhere.npz"
@@ -60,7 +61,7 @@ def test_one_method_twice_gives_the_same_bytes(tmp_path):
         write_report(results, TABLES, CLAIMS, drawn, folder / "report.html")
         content.append([path.read_bytes() for path in [*drawn, folder / "report.html"]])
     assert content[0] == content[1]
-    assert compared(results) is None
+    assert find_pair(results) is None
     assert "Nothing to show" in caption("figure1", results)
 
 
@@ -227,7 +228,7 @@ def test_the_report_holds_everything(content):
     assert set(badges) == {"badge held", "badge not-held", "badge not-tested"}
     for text in (
         "largest difference 0 < 1", "Errors & <b>more</b>", "a < b", "2.13%", "epoch 7", "diverged",
-        "stopped", "none ended well", "the loss was not finite in epoch 4", "CPU & more", "2.x<y>",
+        "stopped", "no step size ended well", "the loss was not finite in epoch 4", "CPU & more", "2.x<y>",
         "not known", "0123456789abcdef", "MNIST", "search epochs",
     ):  # fmt: skip
         assert text in page.text, text
@@ -252,7 +253,7 @@ def test_names_are_escaped(content):
 
 
 def test_a_large_svg_is_embedded_as_png(everything, tmp_path, monkeypatch):
-    monkeypatch.setattr("pathsgd.paper.report.markup.LARGEST_SVG", 1000)
+    monkeypatch.setattr("pathsgd.paper.html_report.LARGEST_SVG", 1000)
     results, drawn = everything
     write_report(results, [], [], drawn, tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

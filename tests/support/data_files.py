@@ -8,8 +8,10 @@ import struct
 import numpy as np
 import pytest
 import scipy.io
+import torch
 
 from pathsgd.errors import PathError
+from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.load import load
 
 RNG = np.random.default_rng(0)
@@ -70,3 +72,10 @@ def write_svhn(folder, n=6, compress=True, **changed):
         scipy.io.savemat(folder / f"{split}_32x32.mat", arrays, do_compression=compress)
         written[split] = (x, y)
     return written
+
+
+def clouds(count=250, features=5, classes=3):
+    """Points around one centre for each class, as floats; 50 of them for testing."""
+    y = torch.arange(count) % classes
+    x = torch.randn(count, features, generator=torch.Generator().manual_seed(0)) + y[:, None]
+    return Dataset("clouds", (features,), classes, x[:-50], y[:-50], x[-50:], y[-50:], highest=1.0)

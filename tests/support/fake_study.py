@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.conduct import final_runs
-from pathsgd.paper.experiment.methods import method
-from pathsgd.paper.experiment.record import Folder
-from pathsgd.paper.experiment.results import Choice, DataInfo, Results, Tried
-from pathsgd.paper.experiment.study import Study
+from pathsgd.paper.config import Study
+from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.records.json_files import write_json
+from pathsgd.paper.records.run_folder import RunFolder
+from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults, Trial
 
 SPEED = {"sgd": 0.8, "adagrad": 0.6, "path-sgd": 1.2}
 
 
-def lines_of(speed, epochs, diverged):
+def falling_lines(speed, epochs, diverged):
     """A loss and errors that fall to some floor; nothing finite in the epoch of divergence."""
     falls = [0.01 + 0.99 * 2.718 ** (-speed * epoch) for epoch in range(epochs + 1)]
     names = ("epoch", "train_loss", "train_error", "test_loss", "test_error")
@@ -36,21 +35,21 @@ def fake_study(out, diverged=None, unchosen=(), **options):
     for cell in study.cells():
         bad = (cell.method, cell.init) in unchosen
         tried = [
-            Tried(1.0, "diverged", 1.0, 0, "the loss was not finite in epoch 1", "x"),
-            Tried(0.1, "stopped" if bad else "done", 0.0213, 7, "hopeless <>" if bad else "", "y"),
+            Trial(1.0, "diverged", 1.0, 0, "the loss was not finite in epoch 1", "x"),
+            Trial(0.1, "stopped" if bad else "done", 0.0213, 7, "hopeless <>" if bad else "", "y"),
         ]
         choices.append(Choice(cell, None if bad else 0.1, tried))
-        hurt = cell.init == "unbalanced" and not method(cell.method).invariant
+        hurt = cell.init == "unbalanced" and not find_method(cell.method).invariant
         speed = SPEED.get(cell.method, 0.5) / (40 if hurt else 1)
-        for k, run in enumerate(final_runs(study, choices[-1], info.checksum)):
+        for k, run in enumerate(choices[-1].final_runs(study, info.checksum)):
             k = 0 if run.init == "powers-of-two" else k
             end = (diverged or {}).get((cell.method, cell.init, k))
-            folder = Folder(out / "runs", run)
-            folder.begin(lines_of(speed * (1 + 0.1 * k), end or study.epochs, end is not None))
+            folder = RunFolder(out / "runs", run)
+            folder.begin(falling_lines(speed * (1 + 0.1 * k), end or study.epochs, end is not None))
             reason = f"the loss was not finite in epoch {end}" if end else ""
             folder.end("diverged" if end else "done", reason, 1.0, False)
-    store.write_json(out / "study.json", dataclasses.asdict(study))
-    store.write_json(out / "data.json", dict.fromkeys(study.datasets, dataclasses.asdict(info)))
-    store.write_json(out / "manifest.json", [manifest])
-    store.write_json(out / "choices.json", [choice.to_json() for choice in choices])
-    return Results.load(out)
+    write_json(out / "study.json", dataclasses.asdict(study))
+    write_json(out / "data.json", dict.fromkeys(study.datasets, dataclasses.asdict(info)))
+    write_json(out / "manifest.json", [manifest])
+    write_json(out / "choices.json", [choice.to_json() for choice in choices])
+    return StudyResults.load(out)

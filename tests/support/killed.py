@@ -15,7 +15,7 @@ import time
 import torch
 
 from pathsgd import cli
-from pathsgd.paper.experiment.training import traced
+from pathsgd.paper.training.initial_network import _trace
 
 SWEEP = [
     "sweep", "--methods", "sgd", "path-momentum", "--inits", "unbalanced", "--dropouts", "0", "0.5",
@@ -33,7 +33,7 @@ def start(out: str) -> int:
 
 def main(out: str, kills: int, seed: int) -> int:
     torch.set_num_threads(1)
-    traced("mlp", (1, 8, 8), (24, 24), 10)
+    _trace("mlp", (1, 8, 8), (24, 24), 10)
     chance = random.Random(seed)
     killed = 0
     while killed < kills:

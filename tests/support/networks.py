@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.paper.networks import ResNet
+from pathsgd.console.networks import ResNet
 
 
 class Mlp(nn.Sequential):

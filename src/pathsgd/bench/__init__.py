@@ -1,1 +1,1 @@
-"""What a step costs, beside torch's optimizers: ``pathsgd bench``."""
+"""``pathsgd bench``: the time of a training step, beside torch's optimizers."""

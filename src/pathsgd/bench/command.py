@@ -1,54 +1,71 @@
-"""``pathsgd bench``: the settings, the table and the JSON file."""
+"""``pathsgd bench``: the options, the networks, the table and the JSON file."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from pathsgd import PathError
 from pathsgd.bench.measure import Row, Setting, measure
 from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
-from pathsgd.bench.timing import bytes_per_us
-from pathsgd.console.machine import device_of, name_of
-from pathsgd.errors import PathError
-from pathsgd.paper.networks import small_image_resnet, stack
-
-HELP = "what a step costs, beside torch's optimizers"
-DESCRIPTION = """\
-Times the whole training step and the optimizer's step alone, for Path-SGD and for torch's optimizers side by
-side: one run, one machine, the methods taken in turn, medians. On a GPU steps are captured in CUDA graphs,
-and the optimizer's step is also timed eagerly. Ratios are to torch.optim.SGD(fused=True). The floor is the
-time to read weights and gradients and write weights once, at the bandwidth of a copy in the same run."""
+from pathsgd.console.command_line import parse
+from pathsgd.console.devices import device_name, find_device
+from pathsgd.console.files import write_atomically
+from pathsgd.console.networks import small_image_resnet, stack
+from pathsgd.console.timing import bytes_per_us
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
-    )
-    parser.add_argument("--quick", action="store_true", help="the paper's MNIST network only")
-    parser.add_argument("--sweep", action="store_true", help="also over batch, width and depth")
-    parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), metavar="NAME", help="any of: " + "; ".join(METHODS)
-    )
-    parser.add_argument("--seconds", type=float, help="for each measurement (GPU: 0.5, CPU: 6)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, as they come")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here: .png or .svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: numbers of --json")
+@dataclass(frozen=True)
+class Bench:
+    """Times the whole training step and the optimizer's step alone, for Path-SGD and for torch's optimizers.
+
+    One run, one machine, the methods taken in turn, medians. On a GPU steps are captured in CUDA graphs, and
+    the optimizer's step is also timed eagerly. Ratios are to torch.optim.SGD(fused=True). The floor is the
+    time to read weights and gradients and write weights once, at the bandwidth of a copy in the same run.
+
+    examples:
+      pathsgd bench --quick
+      pathsgd bench --device cuda --sweep --json cost.json --plot cost.png
+      pathsgd bench --read cost.json --plot cost.svg
+    """
+
+    device: str | None = None
+    """cpu, cuda, cuda:1; by default a GPU if there is one."""
+    quick: bool = False
+    """Measure the paper's MNIST network only."""
+    sweep: bool = False
+    """Measure over batch size, width and depth, too."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Which to measure, beside fused SGD."""
+    seconds: float | None = None
+    """For each measurement; by default 0.5 on a GPU, 6 on a CPU."""
+    json: Path | None = None
+    """Write the numbers to this file, as they come."""
+    plot: Path | None = None
+    """Draw them to this file, .png or .svg."""
+    read: Path | None = None
+    """Measure nothing: take the numbers from this file of --json."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown:
+            raise PathError(f"Unknown method: {unknown[0]!r} (one of {'; '.join(METHODS)})")
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
+    options = parse(Bench, arguments, "bench")
     if options.read is not None:
         found, rows = _read(options.read)
         for row in rows:
-            print(line(row))
+            print(format_row(row))
     else:
-        found, rows = _measured(options)
+        found, rows = _measure(options)
     if options.plot is not None:
         from pathsgd.bench.plot import draw
 
@@ -65,28 +82,27 @@ def _read(path: Path) -> tuple[dict[str, str], list[Row]]:
         raise PathError(f"{path} holds no numbers of pathsgd bench --json ({error})") from error
 
 
-def _measured(options: argparse.Namespace) -> tuple[dict[str, str], list[Row]]:
-    device = device_of(options.device)
+def _measure(options: Bench) -> tuple[dict[str, str], list[Row]]:
+    device = find_device(options.device)
     on_gpu = device.type == "cuda"
     seconds = options.seconds or (0.5 if on_gpu else 6.0)
     speed = bytes_per_us(device)
-    machine = name_of(device)
+    machine = device_name(device)
     if not on_gpu:
         machine += f", {torch.get_num_threads()} threads, {platform.machine()}"
     head = {"machine": machine, "torch": torch.__version__, "copy_TB_per_s": f"{speed / 1e6:.3f}"}
     rows: list[Row] = []
     for setting in settings(on_gpu, options.quick, options.sweep):
-        methods = tuple(options.methods or METHODS)
-        if setting.study != "networks":
-            methods = tuple(name for name in methods if name in SWEPT)
+        methods = [name for name in options.methods if setting.study == "networks" or name in SWEPT]
         if BASELINE not in methods:
-            methods = (BASELINE, *methods)
-        new, failed = measure(setting, methods, seconds, speed, device)
-        rows += new
-        print("\n".join([*map(line, new), *(f"not measured: {reason}" for reason in failed)]), flush=True)
+            methods.insert(0, BASELINE)
+        measured, failed = measure(setting, methods, seconds, speed, device)
+        rows += measured
+        lines = [*map(format_row, measured), *(f"not measured: {reason}" for reason in failed)]
+        print("\n".join(lines), flush=True)
         if options.json is not None:
             text = json.dumps({**head, "rows": [asdict(row) for row in rows]}, indent=1)
-            options.json.write_text(text + "\n")
+            write_atomically(options.json, f"{text}\n".encode())
     return head, rows
 
 
@@ -110,12 +126,11 @@ def settings(on_gpu: bool, quick: bool, sweep: bool) -> Iterator[Setting]:
     for width in (256, 512, 1024, 2048, 4096, 8192, 16384):
         yield paper(784, width=width, study="width", at=width)
     for depth in (2, 4, 8, 16, 32, 64):
-        widths = [1024] * depth + [10]
-        make = functools.partial(stack, *widths)
+        make = functools.partial(stack, *[1024] * depth, 10)
         yield Setting(f"{depth} layers of 1024", make, (100, 1024), study="depth", at=depth)
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     return (
         f"{row.net:20} batch {row.batch:<5}{'tf32 ' if row.tf32 else '':5}{row.method:22}"
         f"step {row.train_us:10.1f} us  {row.ratio:5.3f} of SGD  optimizer {row.step_us:9.1f} us  "

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from pathsgd import PathAdagrad, PathNormalized, PathSGD
-from pathsgd.paper.experiment.methods import MuonAndSGD
+from pathsgd.console.muon import MuonAndSGD
+from pathsgd.console.timing import LR, MakeOptimizer, Stepper
 
-LR = 1e-30
-"""So small that no weight changes: a network that diverges would be timed as one of NaNs."""
 BASELINE = "SGD, fused"
 
 
-class Steps(Protocol):
-    def step(self) -> object: ...
-
-
 class NaivePathSGD:
-    """Algorithm 1 as one would write it by hand for a stack of linear layers."""
+    """Algorithm 1 written by hand for linear layers with ReLU between them, without any fusing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -29,13 +21,13 @@ class NaivePathSGD:
     @torch.no_grad()
     def step(self) -> None:
         first, last = self.layers[0].weight, self.layers[-1].weight
-        into = [first.new_ones(first.shape[1])]
+        gamma_in = [first.new_ones(first.shape[1])]
         for layer in self.layers[:-1]:
-            into.append(layer.weight.square() @ into[-1] + layer.bias.square())
-        out = [last.new_ones(last.shape[0])]
+            gamma_in.append(layer.weight.square() @ gamma_in[-1] + layer.bias.square())
+        gamma_out = [last.new_ones(last.shape[0])]
         for layer in self.layers[:0:-1]:
-            out.append(out[-1] @ layer.weight.square())
-        for layer, n, m in zip(self.layers, into, reversed(out), strict=True):
+            gamma_out.append(gamma_out[-1] @ layer.weight.square())
+        for layer, n, m in zip(self.layers, gamma_in, reversed(gamma_out), strict=True):
             assert layer.weight.grad is not None
             assert layer.bias.grad is not None
             layer.weight.sub_(LR * layer.weight.grad / torch.outer(m, n))
@@ -46,28 +38,25 @@ def _only_linear(model: nn.Module) -> bool:
     return all(isinstance(m, (nn.Linear, nn.ReLU)) for m in model.modules() if not list(m.children()))
 
 
-def _naive(model: nn.Module, x: Tensor) -> Steps | None:
+def _naive(model: nn.Module, x: Tensor) -> Stepper | None:
     return NaivePathSGD(model) if _only_linear(model) else None
 
 
-def _muon(model: nn.Module, x: Tensor) -> Steps | None:
+def _muon(model: nn.Module, x: Tensor) -> Stepper | None:
     # On a CPU its orthogonalisation takes minutes for a layer of 4000.
     applies = hasattr(torch.optim, "Muon") and x.is_cuda and _only_linear(model)
     return MuonAndSGD(model, LR) if applies else None
 
 
-def _adagrad(model: nn.Module, x: Tensor) -> Steps:
+def _adagrad(model: nn.Module, x: Tensor) -> Stepper:
     # torch's own is fused on the CPU only.
     return torch.optim.Adagrad(model.parameters(), LR, **({} if x.is_cuda else {"fused": True}))
 
 
-METHODS: dict[str, Callable[[nn.Module, Tensor], Steps | None]] = {
+METHODS: dict[str, MakeOptimizer] = {
     "SGD, foreach": lambda m, x: torch.optim.SGD(m.parameters(), LR, foreach=True),
     BASELINE: lambda m, x: torch.optim.SGD(m.parameters(), LR, fused=True),
     "PathSGD": lambda m, x: PathSGD(m, x, lr=LR),
-    "PathSGD, no compiler": lambda m, x: (
-        None if x.is_cuda else PathSGD(m, x, lr=LR, implementation="blocked")
-    ),
     "PathSGD, reference": lambda m, x: PathSGD(m, x, lr=LR, implementation="reference"),
     "Path-SGD by hand": _naive,
     "SGD, momentum, fused": lambda m, x: torch.optim.SGD(m.parameters(), LR, momentum=0.9, fused=True),
@@ -80,6 +69,7 @@ METHODS: dict[str, Callable[[nn.Module, Tensor], Steps | None]] = {
     ),
     "Muon": _muon,
 }
-"""Made for a model and an input; None where a method does not apply."""
 SWEPT = (BASELINE, "PathSGD", "Path-SGD by hand")
+"""What is measured over batch size, width and depth."""
 HEAVY = ("Muon",)
+"""Timed by themselves: they heat the machine, and clocks go down for all that is timed beside them."""

@@ -7,25 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.bench.measure import Row
-from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
-from pathsgd.console.extras import optional
+from pathsgd.bench.methods import BASELINE, SWEPT
+from pathsgd.console.optional_imports import import_optional
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
-"""Colour, marker, line: told apart in grey too."""
+"""Colour, marker, line, which differ in grey, too."""
+TOP = 2.6
+"""Of the axes of a sweep; ratios above it are written there."""
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     studies = [study for study in AXES if any(row.study == study for row in rows)]
-    figure = optional("matplotlib.figure", "drawing").Figure(
+    figure = import_optional("matplotlib.figure", "drawing").Figure(
         figsize=(11, 7.5 if studies else 4.2), layout="constrained"
     )
     top, *bottom = figure.subfigures(2 if studies else 1, 1, squeeze=False)[:, 0]
-    _networks(top.subplots(), [row for row in rows if row.study == "networks"])
+    _draw_networks(top.subplots(), [row for row in rows if row.study == "networks"])
     if studies:
         panels = bottom[0].subplots(1, len(studies), squeeze=False)[0]
         for panel, study in zip(panels, studies, strict=True):
-            _sweep(panel, [row for row in rows if row.study == study], AXES[study])
+            _draw_sweep(panel, [row for row in rows if row.study == study], AXES[study])
         panels[0].set_ylabel("training step / that of fused SGD")
         panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
     figure.suptitle(f"Whole training step relative to torch.optim.SGD(fused=True): {title}")
@@ -33,10 +35,10 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _networks(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
     """A line for each method, a mark on it for each network."""
     nets = list(dict.fromkeys((row.net, row.tf32) for row in rows))
-    methods = [name for name in METHODS if name != BASELINE and any(row.method == name for row in rows)]
+    methods = list(dict.fromkeys(row.method for row in rows if row.method != BASELINE))
     for (net, tf32), marker, shade in zip(nets, "os^Dv", ("0.0", "0.0", "0.5", "0.5", "0.75"), strict=False):
         own = [row for row in rows if (row.net, row.tf32) == (net, tf32) and row.method in methods]
         places = [methods.index(row.method) for row in own]
@@ -60,11 +62,7 @@ def _networks(axes: Any, rows: Sequence[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-TOP = 2.6
-"""Of the sweeps' axes; what is beyond is written there."""
-
-
-def _sweep(axes: Any, rows: Sequence[Row], label: str) -> None:
+def _draw_sweep(axes: Any, rows: Sequence[Row], label: str) -> None:
     for method, (colour, marker, line) in STYLES.items():
         own = sorted((row for row in rows if row.method == method), key=lambda row: row.at)
         axes.plot(

@@ -1,1 +1,1 @@
-"""What the command-line tools share: devices, tables, options, progress."""
+"""What the tools share: options, devices, tables, files, timing, networks, a user's own code."""

@@ -1,1 +1,1 @@
-"""Numbers on the structure: scales, norms, rescalings."""
+"""Numbers on the structure: gamma, norms, rescalings."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import torch
 from torch import Tensor
@@ -93,10 +94,10 @@ class _Family:
         """``sum_u |w_uv|^p a_u`` (or the maximum) of every unit."""
         totals = []
         for weights, tails in self.parts:
-            products = weights * powers[tails] if infinite or len(tails) > 1 else None
-            if products is None:
+            if len(tails) == 1 and not infinite:
                 totals.append(weights @ powers[tails[0]])
             else:
+                products = weights * powers[tails]
                 totals.append(products.amax(1) if infinite else products.sum(1))
         stacked = torch.stack(totals)
         return stacked.amax(0) if infinite else stacked.sum(0)
@@ -131,12 +132,10 @@ class _System:
         families = []
         for group in unit_groups(graph):
             heads = group.heads(units)
-            parts = []
-            for part in group.parts:
-                rows = part.rows(tensors, torch.float64).abs().cpu()
-                weights = rows if infinite else rows.pow(p)
-                parts.append((weights, part.tails(units)))
-            families.append(_Family(heads, parts))
+            rows = [part.rows(tensors, torch.float64).abs().cpu() for part in group.parts]
+            weights = rows if infinite else [row.pow(p) for row in rows]
+            tails = [part.tails(units) for part in group.parts]
+            families.append(_Family(heads, list(zip(weights, tails, strict=True))))
         fixed = [family for family in families if bool(held[family.heads].any())]
         return _System(families, _order_components(families, held), fixed, units.count, held, infinite)
 
@@ -233,63 +232,38 @@ def _pick_largest_rows(values: Tensor, heads: Tensor, size: int, policy: Tensor 
 
 
 def _order_components(families: list[_Family], held: Tensor) -> list[tuple[list[_Family], Tensor, bool]]:
-    """Families that share or feed each other's classes, as strongly connected components in order."""
+    """Families that have to be solved together, after those they depend on."""
     free = [torch.unique(f.heads[~held[f.heads]]) for f in families]
-    needs = [torch.unique(torch.cat([tails.flatten() for _, tails in f.parts])) for f in families]
-    # A class takes the largest of all inequalities into it, so its families are solved together.
     owner = torch.full((len(held),), -1)
-    merged = UnionFind(len(families))
+    together = UnionFind(len(families))
     for k, classes in enumerate(free):
-        for other in torch.unique(owner[classes]).tolist():
-            if other >= 0:
-                merged.union(k, other)
+        # A class takes the largest of all inequalities into it, so these go together.
+        for other in _owners(owner, classes):
+            together.union(k, other)
         owner[classes] = k
-    members: dict[int, list[int]] = {}
-    for k in range(len(families)):
-        if len(free[k]):
-            members.setdefault(merged.find(k), []).append(k)
-    after: dict[int, set[int]] = {r: set() for r in members}
-    for r, ks in members.items():
-        for k in ks:
-            sources = owner[needs[k][~held[needs[k]]]]
-            after[r].update(merged.find(s) for s in torch.unique(sources[sources >= 0]).tolist())
-    ordered = []
-    for component in _find_strong_components(after):
-        inside = [k for r in component for k in members[r]]
-        classes = torch.unique(torch.cat([free[k] for k in inside]))
-        circular = len(component) > 1 or component[0] in after[component[0]]
-        ordered.append(([families[k] for k in inside], classes, circular))
-    return ordered
+    sources = [_owners(owner, torch.cat([tails.flatten() for _, tails in f.parts])) for f in families]
+    while True:
+        members: dict[int, list[int]] = {}
+        for k in range(len(families)):
+            if len(free[k]):
+                members.setdefault(together.find(k), []).append(k)
+        feeding = {root: {together.find(s) for k in ks for s in sources[k]} for root, ks in members.items()}
+        try:
+            order = list(TopologicalSorter({r: feeds - {r} for r, feeds in feeding.items()}).static_order())
+            break
+        except CycleError as circle:
+            first, *others = circle.args[1]
+            for other in others:
+                together.union(first, other)
+    return [
+        (
+            [families[k] for k in members[r]],
+            torch.cat([free[k] for k in members[r]]).unique(),
+            r in feeding[r],
+        )
+        for r in order
+    ]
 
 
-def _find_strong_components(after: dict[int, set[int]]) -> list[list[int]]:
-    """Tarjan's algorithm without recursion; a component comes after those it depends on."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    found: list[list[int]] = []
-    for start in after:
-        if start in index:
-            continue
-        work = [(start, iter(after[start]))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        while work:
-            node, rest = work[-1]
-            for other in rest:
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    work.append((other, iter(after[other])))
-                    break
-                if other in stack:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    cut = stack.index(node)
-                    found.append(stack[cut:])
-                    del stack[cut:]
-    return found
+def _owners(owner: Tensor, classes: Tensor) -> list[int]:
+    return [k for k in torch.unique(owner[classes]).tolist() if k >= 0]

@@ -1,4 +1,4 @@
-"""Are two networks the same up to rescaling? If so, by which scales."""
+"""Are two networks the same up to rescaling? If so, by which factors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_cla
 
 @dataclass(frozen=True)
 class Equivalence:
-    """True if the networks are rescaling equivalent, with the scales that prove it or why not.
+    """Whether two networks are rescaling equivalent; true or false in a condition.
 
-    ``factors`` can be given to :func:`pathsgd.rescale` to turn the first network into the second.
+    Attributes:
+        equivalent: whether they are.
+        factors: what turns the first into the second, for :func:`pathsgd.rescale`.
+        reason: why they are not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> found = rescaling_equivalent(model, nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
+        >>> bool(found), found.reason.split(":")[0]
+        (False, 'the models differ in structure')
     """
 
     equivalent: bool
@@ -38,17 +47,31 @@ def rescaling_equivalent(
     *,
     rtol: float | None = None,
 ) -> Equivalence:
-    """Whether scales exist that turn ``model_a`` into ``model_b``.
+    """Whether a rescaling turns ``model_a`` into ``model_b``.
 
-    ``rtol`` bounds the relative difference of each weight; by default some roundings of its dtype.
+    Args:
+        model_a: the first module.
+        model_b: the second, of the same structure.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the first.
+        rtol: the largest relative difference of a weight; by default some roundings of its dtype.
 
-    >>> a = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> b = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> _ = a[0].weight.data.fill_(2.0), a[2].weight.data.fill_(3.0)
-    >>> _ = b[0].weight.data.fill_(8.0), b[2].weight.data.fill_(0.75)
-    >>> found = rescaling_equivalent(a, b)
-    >>> bool(found), found.factors["0"].tolist()
-    (True, [4.0])
+    Returns:
+        An :class:`Equivalence`: true with the factors that prove it, or false with the reason.
+
+    Raises:
+        TraceError: the first model cannot be traced.
+        PathError: the second is no module, or the graph is of another model.
+
+    Example:
+        >>> a, b = (
+        ...     nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        ...     for _ in "ab"
+        ... )
+        >>> _ = a[0].weight.data.fill_(2.0), a[2].weight.data.fill_(3.0)
+        >>> _ = b[0].weight.data.fill_(8.0), b[2].weight.data.fill_(0.75)
+        >>> found = rescaling_equivalent(a, b)
+        >>> bool(found), found.factors["0"].tolist()
+        (True, [4.0])
     """
     if not isinstance(model_b, nn.Module):
         raise PathError(f"expected two models, got {type(model_b).__name__} for the second")
@@ -70,7 +93,7 @@ def rescaling_equivalent(
         expected = rescale_parameter(a[name].double(), edge, factors)
         difference = (expected - b[name].double()).abs()
         if bool((difference > bound * b[name].double().abs()).any()):
-            return Equivalence(False, reason=f"no scales turn {name!r} of one into the other's")
+            return Equivalence(False, reason=f"no factors turn {name!r} of one into the other's")
     return Equivalence(True, name_factors(units, factors))
 
 
@@ -99,7 +122,7 @@ def _propagate(units: UnitClasses, a: dict[str, Tensor], b: dict[str, Tensor]) -
         unknown = (~known).nonzero().flatten()
         if not len(unknown):
             return value
-        # Nothing ties this class to a known one: any scale will do.
+        # Nothing ties this class to a known one: any factor will do.
         known[unknown[0]] = True
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DEAD = -(1 << 24)
-"""The exponent of a zero: lower than any other, so that a dead unit never sets the scale of a sum."""
+"""The exponent of a zero: lower than any other, so that a dead unit never sets the exponent of a sum."""
 
 
 class ExtendedFloat(NamedTuple):
@@ -95,8 +95,8 @@ class Arithmetic:
             return x
         if exponent == 2:
             return x * x
-        if exponent < 1 and (1 / exponent).is_integer() and _is_power_of_two(int(1 / exponent)):
-            for _ in range(int(1 / exponent).bit_length() - 1):
+        if exponent < 1 and math.log2(exponent).is_integer():
+            for _ in range(-int(math.log2(exponent))):
                 x = x.sqrt()
             return x
         return x.pow(exponent)
@@ -176,7 +176,3 @@ class Arithmetic:
             return ExtendedFloat(self.power(w).expand(tuple(shape)))
         mantissa, exponent = exact_frexp(w)
         return ExtendedFloat(self.power(mantissa).expand(tuple(shape)), exponent)
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0

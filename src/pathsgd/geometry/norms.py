@@ -1,4 +1,4 @@
-"""Magnitudes of a network: the path norm phi_p, the group norm mu_{p,q}, and the path vector."""
+"""Norms of a network: the path norm phi_p and the group norm mu_{p,q}."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.gamma import check_p
+from pathsgd.geometry.operations.views import apply_view
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.unit_groups import unit_groups
+from pathsgd.graph.nodes import Reshape
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph, compute_dtype
 from pathsgd.graph.trace import Example, trace
 
@@ -49,19 +51,29 @@ def path_norm(
     log: bool = False,
     region: int | None = None,
 ) -> Tensor | list[Tensor]:
-    """``phi_p(w) = (sum over paths of |product of weights|^p)^(1/p)``, differentiable.
+    """The path norm ``phi_p(w) = (sum over paths of |product of weights|^p)^(1/p)``, differentiable.
 
     Args:
-        per_output: the norm of the paths into each output unit instead, one tensor for each of the
-            model's outputs (at batch one).
+        model: the module to measure.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        p: the order of the norm, from 1 to ``math.inf``.
+        per_output: the norm of the paths into each output unit instead.
         log: the natural logarithm of the norm, finite at any depth.
-        region: the norm of one region (numbered as in ``print(graph)``) of a model that is not one
-            network of paths from its inputs to its outputs.
+        region: the norm of one region (numbered as in ``print(graph)``) of a model that is not one network of
+            paths from its inputs to its outputs.
 
-    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
-    >>> path_norm(model, p=1).item()
-    3.0
+    Returns:
+        A tensor of one number; with ``per_output`` one tensor for each output of the model, at batch one.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: p or region is invalid, the model is not one region, or the graph is of another model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> _ = model[0].weight.data.fill_(3.0), model[2].weight.data.fill_(0.5)
+        >>> path_norm(model, p=1).item()
+        3.0
     """
     check_p(p)
     graph = trace(model, example_input)
@@ -73,20 +85,13 @@ def path_norm(
     if per_output:
         return [_take_root(arithmetic, value, log) for value in found]
     sums = [
-        arithmetic.reduce(
-            ExtendedFloat(value.mantissa.reshape(-1), _flat_exponent(value)), [0]
-        )
-        for value in found if value.mantissa.numel()
-    ]  # fmt: skip
+        arithmetic.reduce(apply_view(Reshape((value.mantissa.numel(),)), value), [0])
+        for value in found
+        if value.mantissa.numel()
+    ]
     if not sums:
         return torch.tensor(-math.inf if log else 0.0, dtype=arithmetic.dtype)
     return _take_root(arithmetic, arithmetic.add(sums), log).reshape(())
-
-
-def _flat_exponent(value: ExtendedFloat) -> Tensor | None:
-    if value.exponent is None:
-        return None
-    return value.exponent.expand(value.mantissa.shape).reshape(-1)
 
 
 def _forward(
@@ -123,7 +128,7 @@ def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:
 
 
 def _choose_ends(graph: PathGraph, region: int | None) -> list[int]:
-    """The nodes whose path weights are summed: the ends of the one region asked for."""
+    """The nodes whose path weights are summed: the ends of one region."""
     regions = graph.parameter_regions()
     if region is not None:
         if not 0 <= region < len(regions):
@@ -153,10 +158,30 @@ def group_norm(
     p: float = 2,
     q: float = math.inf,
 ) -> Tensor:
-    """``mu_{p,q}(w) = (sum over units (sum over incoming weights |w|^p)^(q/p))^(1/q)``, differentiable.
+    """The group norm ``mu_{p,q}(w) = (sum over units (sum over incoming |w|^p)^(q/p))^(1/q)``,
+    differentiable.
 
-    A convolution's channel is one unit, a recurrent unit is one unit at all times, a batch norm's
-    affine output is a unit, and biases are incoming weights. Fixed edges do not count.
+    A convolution's channel is one unit, a recurrent unit is one unit at all times, a batch norm's affine
+    output is a unit, and biases are incoming weights. Fixed edges do not count.
+
+    Args:
+        model: the module to measure.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        p: the order of the norm over the weights into a unit, from 1 to ``math.inf``.
+        q: the order of the norm over units, from 1 to ``math.inf``.
+
+    Returns:
+        A tensor of one number.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: p or q is invalid, or the graph is of another model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> _ = model[0].weight.data.copy_(torch.tensor([[3.0, 4.0]])), model[2].weight.data.fill_(0.5)
+        >>> group_norm(model).item()
+        5.0
     """
     check_p(p)
     if not q >= 1:
@@ -170,7 +195,7 @@ def group_norm(
 
 
 def _row_norms(rows: Tensor, p: float) -> Tensor:
-    """l_p norms of rows, scaled by their largest entry so that no power leaves the range of floats."""
+    """l_p norms of rows, divided by their largest entry first so that no power leaves the range of floats."""
     if not rows.shape[1]:
         return rows.new_zeros(len(rows))
     largest = rows.detach().abs().amax(1, keepdim=True)

@@ -13,21 +13,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import apply
 from pathsgd.geometry.passes import PoweredNetwork, powered_network
-from pathsgd.graph.nodes import (
-    Add,
-    Begin,
-    Cat,
-    Expand,
-    Node,
-    Operation,
-    Permute,
-    Reshape,
-    Shape,
-    Slice,
-    Source,
-    Square,
-    Weighted,
-)
+from pathsgd.graph.nodes import Add, Begin, Cat, Node, Operation, Shape, Source, Square, View, Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.views import view_tensor
@@ -36,18 +22,33 @@ from pathsgd.graph.views import view_tensor
 def path_vector(
     model: nn.Module, example_input: Example | PathGraph | None = None, *, max_paths: int = 100_000
 ) -> dict[tuple[str, ...], float]:
-    """``{units on the path: product of its weights}`` for every path from an input (or the constant
-    unit ``one``) to an output. Its l_p norm is :func:`pathsgd.path_norm`. There are exponentially many
-    paths: for small networks. Units are named by module and place (the batch is the first, 0); ``+`` is
-    the sum of a layer and its bias, ``#2`` a second value of the same module.
+    """pi(w), the product of weights along every path, signs included. Its l_p norm is
+    :func:`pathsgd.path_norm`.
 
-    >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
-    >>> model[0].weight.data = torch.tensor([[2.0], [-3.0]])
-    >>> model[2].weight.data = torch.tensor([[5.0, 1.0]])
-    >>> for path, product in sorted(path_vector(model).items()):
-    ...     print(*path, product)
-    input[0,0] 0[0,0] 2[0,0] 10.0
-    input[0,0] 0[0,1] 2[0,0] -3.0
+    There are exponentially many paths: for small networks.
+
+    Args:
+        model: the module to list the paths of.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        max_paths: more paths than this are refused.
+
+    Returns:
+        ``{units on the path: product of its weights}`` for every path from an input (or the constant unit
+        ``one``) to an output. Units are named by module and place (the batch is the first, 0); ``+`` is the
+        sum of a layer and its bias, ``#2`` a second value of the same module.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: there are too many paths, or the network squares its activations.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+        >>> model[0].weight.data = torch.tensor([[2.0], [-3.0]])
+        >>> model[2].weight.data = torch.tensor([[5.0, 1.0]])
+        >>> for path, product in sorted(path_vector(model).items()):
+        ...     print(*path, product)
+        input[0,0] 0[0,0] 2[0,0] 10.0
+        input[0,0] 0[0,1] 2[0,0] -3.0
     """
     graph = trace(model, example_input)
     unrolled = _Unrolled(powered_network(graph, graph.tensors(model), 1))
@@ -119,7 +120,7 @@ class _Unrolled:
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         operation = node.operation
-        if isinstance(operation, (Reshape, Permute, Slice, Expand)):
+        if isinstance(operation, View):
             return view_tensor(operation, inputs[0])
         if isinstance(operation, Cat):
             return torch.cat(inputs, operation.dim)

@@ -29,7 +29,7 @@ def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
 
 @dataclass
 class RangeCheck:
-    """Notes the extremes of a pass as it goes and looks at them once, at the end."""
+    """Records the extremes of a pass as it goes, and compares them with the safe range once, at the end."""
 
     network: PoweredNetwork
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
 
-UnitScales = (
+Factors = (
     Mapping[tuple[str, int], float | Tensor]
     | Mapping[str, float | Tensor]
     | Mapping[str, Tensor]
@@ -23,38 +23,48 @@ UnitScales = (
 )
 
 
-def rescale(model: nn.Module, example_input: Example | PathGraph | None, scales: UnitScales) -> None:
-    """Rescales units in place; the model computes the same function.
+def rescale(model: nn.Module, example_input: Example | PathGraph | None, factors: Factors) -> None:
+    """Rescales units in place: what leads into a unit times c, what leads out of it divided by c.
+
+    The model computes the same function. Units tied to others, as in a residual stream, are rescaled
+    together: name any one of them.
 
     Args:
-        scales: ``{(owner, index): c}``: unit ``index`` of the module ``owner`` (a linear layer's row, a
-            convolution's channel, a batch norm's channel) is multiplied by c > 0 on the way in and
-            divided by c on the way out. ``{owner: vector}`` gives one factor for each of its units,
-            ``{owner: c}`` one for all of them.
-            Where a module owns several kinds of units (an RNN of two layers), name the parameter that
-            leads into them instead. Units tied to others, as in a residual stream, move together:
-            name any one of them.
+        model: the module to rescale.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        factors: ``{(owner, index): c}`` with c > 0 for unit ``index`` of the module ``owner`` (a linear
+        layer's row,
+            a convolution's or a batch norm's channel); ``{owner: vector}`` for one factor for each of its
+            units; ``{owner: c}`` for one for all of them. Where a module owns several kinds of units (an RNN
+            of two layers), name the parameter that leads into them instead.
 
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> before = model(torch.ones(1, 2))
-    >>> rescale(model, None, {("0", 1): 8.0})
-    >>> torch.equal(model(torch.ones(1, 2)), before)
-    True
+    Raises:
+        TraceError: the model cannot be traced.
+        RescaleError: there is no such unit, it cannot be rescaled, or a weight would leave its range. The
+        model is
+            then unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> before = model(torch.ones(1, 2))
+        >>> rescale(model, None, {("0", 1): 8.0})
+        >>> torch.equal(model(torch.ones(1, 2)), before)
+        True
     """
-    if not isinstance(scales, Mapping):
-        raise RescaleError(f"expected {{(owner, index): scale}}, got {type(scales).__name__}")
+    if not isinstance(factors, Mapping):
+        raise RescaleError(f"expected {{(owner, index): factor}}, got {type(factors).__name__}")
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
     units = unit_classes_of(graph)
-    factors = torch.ones(units.count, dtype=torch.float64)
-    for key, value in scales.items():
-        for unit, c in _named(units, key, value):
-            factors[unit] *= c
-    apply_factors(tensors, units, factors)
+    by_class = torch.ones(units.count, dtype=torch.float64)
+    for key, value in factors.items():
+        for unit, c in _find_classes(units, key, value):
+            by_class[unit] *= c
+    apply_factors(tensors, units, by_class)
 
 
-def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
-    """The classes one entry of ``scales`` names, with their factors."""
+def _find_classes(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
+    """The classes one entry of ``factors`` names, with what to multiply them by."""
     owner, index = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
     if not isinstance(owner, str):
         raise RescaleError(f"a unit is named (owner, index) with the owner's name a string, not {key!r}")
@@ -67,12 +77,12 @@ def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
             vector = vector.expand(classes.numel())
         if vector.numel() != classes.numel():
             raise RescaleError(
-                f"{owner!r} has {classes.numel()} units but {vector.numel()} scales were given"
+                f"{owner!r} has {classes.numel()} units but {vector.numel()} factors were given"
             )
         chosen: dict[int, float] = {}
         for k, c in zip(classes.tolist(), vector.tolist(), strict=True):
             if chosen.setdefault(k, c) != c and k != FIXED:
-                raise RescaleError(f"units of {owner!r} that are tied were given different scales")
+                raise RescaleError(f"units of {owner!r} that are tied were given different factors")
         if any(k == FIXED and c != 1 for k, c in zip(classes.tolist(), vector.tolist(), strict=True)):
             raise RescaleError(_not_rescalable(owner, None))
         pairs = [(k, c) for k, c in chosen.items() if k != FIXED]
@@ -85,7 +95,7 @@ def _named(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, float]]:
         pairs = [(unit, float(value))]
     for _, c in pairs:
         if not (math.isfinite(c) and c > 0):
-            raise RescaleError(f"Invalid scale for {key!r}: {c} (scales are finite and over 0)")
+            raise RescaleError(f"Invalid factor for {key!r}: {c} (factors are finite and over 0)")
     return pairs
 
 
@@ -126,7 +136,7 @@ def apply_factors(tensors: Tensors, units: UnitClasses, factors: Tensor) -> None
         lost = (updated.abs() < tiny) & (tensors[name].abs() >= tiny)
         if bool(lost.any()) or not bool(torch.isfinite(updated[torch.isfinite(tensors[name])]).all()):
             raise RescaleError(
-                f"the scales take parameter {name!r} out of the range of {tensors[name].dtype}; "
+                f"the factors take parameter {name!r} out of the range of {tensors[name].dtype}; "
                 "use smaller ones"
             )
         updates.append((tensors[name], updated))
@@ -171,12 +181,31 @@ def unbalance(
     powers_of_two: bool = False,
     generator: torch.Generator | None = None,
 ) -> None:
-    """The paper's random rescaling, in place: ``units`` hidden units are picked with replacement, and
-    each is rescaled by ``factor * c`` with c log-normal(0, sigma).
+    """The paper's random rescaling, in place: picks units and rescales each by ``factor`` times a log-normal
+    number.
 
-    ``units`` defaults to a quarter of those that can be rescaled, the paper's 2000 of 8000. With
-    ``powers_of_two`` every unit's scale is taken to the nearest power of two, so that no weight is rounded
-    and what is invariant stays so to the last bit.
+    Args:
+        model: the module to rescale.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        units: how many hidden units are picked, with replacement; by default a quarter of those that can be
+            rescaled, the paper's 2000 of 8000.
+        factor: what every unit picked is multiplied by in any case.
+        sigma: the standard deviation of the logarithm of the random part.
+        powers_of_two: takes every unit's factor to the nearest power of two. Then no weight is rounded, and
+        what is
+            invariant stays so to the last bit.
+        generator: of the random numbers; torch's own by default.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        RescaleError: an argument is invalid, no unit can be rescaled, or a weight would leave its range.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> before = model(torch.ones(1, 2))
+        >>> unbalance(model, powers_of_two=True)
+        >>> torch.equal(model(torch.ones(1, 2)), before)
+        True
     """
     graph = trace(model, example_input)
     tensors = graph.tensors(model)

@@ -8,8 +8,8 @@ three candidates, all of them equivariant; they weigh a path through the weight
 - by k^2: ``gram = f' + a f''``, at p = 2 the diagonal of the Gram matrix of the path map;
 - by k (2k - 1): ``hessian = f' + 2 a f''``, at p = 2 half the diagonal of the Hessian of phi^2.
 
-``a f'' / f'`` has no scale: it is the mean of k - 1 over the uses of the weight, between 0 and the
-longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
+``a f'' / f'`` does not change under rescaling: it is the mean of k - 1 over the uses of the weight, between 0
+and the longest path. Each entry needs a pass of its own, so the other two are for small recurrent nets.
 """
 
 from __future__ import annotations

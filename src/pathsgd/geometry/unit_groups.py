@@ -76,7 +76,7 @@ class Part:
         return self._spread(head).flatten()
 
     def _uncovered(self, units: UnitClasses) -> Tensor | None:
-        """The classes of units that share one weight between them and each keep their own scale."""
+        """The classes of units that share one weight between them and each keep their own factor."""
         ids = units.uncovered.get(self.node)
         if ids is None or any(n > m for n, m in zip(ids.shape, self.units, strict=True)):
             return None

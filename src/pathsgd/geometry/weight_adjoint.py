@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint
 from pathsgd.geometry.operations.contraction import linear_weight_adjoint
@@ -15,7 +13,7 @@ from pathsgd.geometry.operations.views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.views import view_tensor
+from pathsgd.graph.views import view_shape
 
 
 def linear_ends(
@@ -90,7 +88,7 @@ def _to_parameter(
     per_edge = sum_to(arithmetic, per_edge, weight.parameter.shape)
     shapes = [shape]
     for view in weight.parameter.views:
-        shapes.append(tuple(view_tensor(view, torch.empty(shapes[-1], device="meta")).shape))
+        shapes.append(view_shape(view, shapes[-1]))
     for view, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):
         (per_edge,) = adjoint(arithmetic, view, per_edge, None, [before])
     return per_edge

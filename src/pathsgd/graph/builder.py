@@ -5,31 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from pathsgd.graph.nodes import (
-    Add,
-    AxisMap,
-    Begin,
-    Cat,
-    Conv,
-    Expand,
-    Linear,
-    Multiply,
-    Node,
-    Operation,
-    Permute,
-    Reduce,
-    Reshape,
-    Shape,
-    Slice,
-    Source,
-    Square,
-    Stored,
-    View,
-    Weight,
-    Window,
-    number,
-)
+from pathsgd.graph import nodes
+from pathsgd.graph.nodes import Conv, Node, Operation, Shape, Stored, View, Weight, Window, number
+from pathsgd.graph.views import view_shape
 
 
 @dataclass(frozen=True)
@@ -52,6 +32,7 @@ class Unknown:
 
 
 Value = Paths | Weight | Unknown
+V = TypeVar("V", bound=Value)
 
 
 class Ends(Exception):
@@ -82,7 +63,7 @@ class Builder:
     # Where paths begin and end
 
     def begin(self, shape: Iterable[int], reason: str) -> Paths:
-        return self.emit(Begin(reason), (), shape)
+        return self.emit(nodes.Begin(reason), (), shape)
 
     def end(self, value: Value, reason: str) -> None:
         """``value`` is read by something that is no path: its units count as outputs of the region."""
@@ -98,7 +79,7 @@ class Builder:
         constant unit; anything else begins paths of its own."""
         target = self.shape(value) if shape is None else shape
         if isinstance(value, Weight):
-            return self.emit(Source(value), (), target)
+            return self.emit(nodes.Source(value), (), target)
         if isinstance(value, Unknown):
             for name in value.parameters:
                 self.outside.setdefault(name, value.reason)
@@ -108,14 +89,14 @@ class Builder:
     # Edges with weights
 
     def linear(self, x: Paths, weight: Weight) -> Paths:
-        return self.emit(Linear(weight), (x,), (*self.shape(x)[:-1], weight.shape[0]))
+        return self.emit(nodes.Linear(weight), (x,), (*self.shape(x)[:-1], weight.shape[0]))
 
     def conv(self, x: Paths, conv: Conv, shape: Iterable[int]) -> Paths:
         return self.emit(conv, (x,), shape)
 
     def multiply(self, x: Paths, weight: Weight) -> Paths:
         shape = broadcast(self.shape(x), weight.shape)
-        return self.emit(Multiply(weight), (self.expand(x, shape),), shape)
+        return self.emit(nodes.Multiply(weight), (self.expand(x, shape),), shape)
 
     def times(self, x: Paths, value: float) -> Paths:
         return x if value == 1 else self.multiply(x, number(value))
@@ -127,51 +108,59 @@ class Builder:
             parts = [self.paths(values[0], shape)]
         if len(parts) == 1:
             return parts[0]
-        return self.emit(Add(), parts, shape)
+        return self.emit(nodes.Add(), parts, shape)
 
     def square(self, x: Paths) -> Paths:
-        return self.emit(Square(), (x,), self.shape(x))
+        return self.emit(nodes.Square(), (x,), self.shape(x))
 
-    # Data movement
+    # Data movement: of activations as nodes, of weights as views of what they are stored in
 
-    def reshape(self, x: Paths, shape: Iterable[int]) -> Paths:
+    def view(self, value: V, view: View) -> V:
+        shape = view_shape(view, self.shape(value))
+        moved: Any
+        if isinstance(value, Paths):
+            moved = self.emit(view, (value,), shape)
+        elif isinstance(value, Weight):
+            moved = _view_weight(value, view, shape)
+        else:
+            moved = replace(value, shape=shape)
+        return moved
+
+    def reshape(self, value: V, shape: Iterable[int]) -> V:
         target = tuple(shape)
-        return x if target == self.shape(x) else self.emit(Reshape(target), (x,), target)
+        if -1 in target:
+            rest = max(math.prod(n for n in target if n != -1), 1)
+            target = tuple(n if n != -1 else math.prod(self.shape(value)) // rest for n in target)
+        return value if target == self.shape(value) else self.view(value, nodes.Reshape(target))
 
-    def permute(self, x: Paths, dims: Sequence[int]) -> Paths:
-        if list(dims) == list(range(len(dims))):
-            return x
-        old = self.shape(x)
-        return self.emit(Permute(tuple(dims)), (x,), (old[d] for d in dims))
+    def permute(self, value: V, dims: Sequence[int]) -> V:
+        order = tuple(d % len(dims) for d in dims)
+        return value if order == tuple(range(len(dims))) else self.view(value, nodes.Permute(order))
 
-    def slice(self, x: Paths, dim: int, start: int, length: int, step: int = 1) -> Paths:
-        shape = list(self.shape(x))
-        if (start, length, step) == (0, shape[dim], 1):
-            return x
-        shape[dim] = length
-        return self.emit(Slice(dim, start, length, step), (x,), shape)
+    def slice(self, value: V, dim: int, start: int, length: int, step: int = 1) -> V:
+        if (start, length, step) == (0, self.shape(value)[dim], 1):
+            return value
+        return self.view(value, nodes.Slice(dim, start, length, step))
+
+    def expand(self, value: V, shape: Shape) -> V:
+        old = self.shape(value)
+        value = self.reshape(value, (1,) * (len(shape) - len(old)) + old)
+        return value if self.shape(value) == shape else self.view(value, nodes.Expand(shape))
 
     def cat(self, values: Sequence[Paths], dim: int) -> Paths:
         shape = list(self.shape(values[0]))
         shape[dim] = sum(self.shape(value)[dim] for value in values)
-        return self.emit(Cat(dim), values, shape)
-
-    def expand(self, x: Paths, shape: Shape) -> Paths:
-        old = self.shape(x)
-        if old == shape:
-            return x
-        x = self.reshape(x, (1,) * (len(shape) - len(old)) + old)
-        return x if self.shape(x) == shape else self.emit(Expand(shape), (x,), shape)
+        return self.emit(nodes.Cat(dim), values, shape)
 
     def reduce(self, x: Paths, dims: Sequence[int]) -> Paths:
         """Sum over ``dims``, kept with size one."""
         shape = [1 if d in dims else n for d, n in enumerate(self.shape(x))]
-        return self.emit(Reduce(tuple(dims)), (x,), shape)
+        return self.emit(nodes.Reduce(tuple(dims)), (x,), shape)
 
     def axis_map(self, x: Paths, dim: int, window: Window) -> Paths:
         shape = list(self.shape(x))
         shape[dim] = window.out
-        return self.emit(AxisMap(dim, window), (x,), shape)
+        return self.emit(nodes.AxisMap(dim, window), (x,), shape)
 
 
 def parameters_of(value: Value) -> frozenset[str]:
@@ -202,15 +191,13 @@ def broadcast(*shapes: Shape) -> Shape:
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
-def view(weight: Weight, move: View, shape: Shape) -> Weight:
-    """``weight`` seen through one more movement of its entries."""
-
-    def moved(stored: Stored) -> Stored:
+def _view_weight(weight: Weight, view: View, shape: Shape) -> Weight:
+    def view_stored(stored: Stored) -> Stored:
         if stored.shape == () and math.prod(weight.shape) != 1:
             return stored
         if stored.shape != weight.shape:
             raise Ends("a weight is computed from tensors of different shapes")
-        return replace(stored, shape=shape, views=(*stored.views, move))
+        return replace(stored, shape=shape, views=(*stored.views, view))
 
-    parameter = weight.parameter and moved(weight.parameter)
-    return replace(weight, shape=shape, parameter=parameter, factors=tuple(map(moved, weight.factors)))
+    parameter = weight.parameter and view_stored(weight.parameter)
+    return replace(weight, shape=shape, parameter=parameter, factors=tuple(map(view_stored, weight.factors)))

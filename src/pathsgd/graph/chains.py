@@ -6,6 +6,8 @@ one step to the next without reading a weight twice (:mod:`pathsgd.optim.fused`)
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from pathsgd.graph.nodes import Add, Begin, Expand, Linear, Permute, Reshape, Slice, Source
@@ -27,10 +29,7 @@ Chain = tuple[Layer, ...]
 
 def chains(graph: PathGraph) -> list[Chain]:
     """Every region that is a chain of at least two layers, each of whose parameters is used once."""
-    uses: dict[str, int] = {}
-    for _, weight in graph.weights():
-        if weight.parameter is not None:
-            uses[weight.parameter.name] = uses.get(weight.parameter.name, 0) + 1
+    uses = Counter(weight.parameter.name for _, weight in graph.weights() if weight.parameter is not None)
     found = []
     for region in graph.parameter_regions():
         chain = _chain(graph, [k for k in range(len(graph.nodes)) if graph.regions[k] == region])
@@ -43,8 +42,8 @@ def chains(graph: PathGraph) -> list[Chain]:
 def _chain(graph: PathGraph, members: list[int]) -> Chain:
     """The layers of a region in order; none if anything else is in it."""
     layers: list[Layer] = []
-    ones: set[int] = set()  # values where paths begin, moved about
-    top: int | None = None  # the value the last layer gave
+    ones: set[int] = set()  # views of values where paths begin
+    top: int | None = None  # the output of the last layer
     sources: dict[int, str] = {}
     for k in members:
         node = graph.nodes[k]
@@ -65,7 +64,7 @@ def _chain(graph: PathGraph, members: list[int]) -> Chain:
             case Linear(weight) if weight.parameter is not None and not weight.factors:
                 (source,) = node.inputs
                 begins = not layers and source in ones
-                if weight.parameter.views or not (begins or source == top) or _positions(node.shape) != 1:
+                if weight.parameter.views or not (begins or source == top) or math.prod(node.shape[:-1]) != 1:
                     return ()
                 layers.append(Layer(weight.parameter.name, None, *weight.shape))
                 top = k
@@ -81,10 +80,3 @@ def _chain(graph: PathGraph, members: list[int]) -> Chain:
             case _:
                 return ()
     return () if sources or top is None or top not in graph.ends else tuple(layers)
-
-
-def _positions(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape[:-1]:
-        count *= n
-    return count

@@ -71,7 +71,7 @@ class Cat:
     dim: int
 
 
-View = Reshape | Permute | Slice | Embed | Expand | Reduce
+View = Reshape | Permute | Slice | Embed | Expand
 
 
 # Weights: what stands on the edges.

@@ -1,4 +1,4 @@
-"""nn.Module + example input -> PathGraph, through torch.export."""
+"""trace: nn.Module + example input -> PathGraph, through torch.export."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch import Tensor, nn
 
-from pathsgd._torch import operator_schema
 from pathsgd.errors import TraceError
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
-from pathsgd.graph.export import export_at_batch_one, own_name
-from pathsgd.graph.nodes import Reshape, Stored, Weight
+from pathsgd.graph.export import export_at_batch_one
+from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
-from pathsgd.graph.regions import describe_parameters, find_regions
-from pathsgd.graph.rules import RULES, Call, why_it_ends
-
-LARGEST_LITERAL = 1 << 16
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Positional and keyword inputs together, as an example input."""
+    """Positional and keyword inputs together, as an example input.
+
+    Attributes:
+        args: the positional inputs.
+        kwargs: the keyword inputs.
+
+    Example:
+        >>> model = nn.Bilinear(2, 3, 1)
+        >>> trace(model, Inputs((torch.ones(1, 2),), {"input2": torch.ones(1, 3)})).model
+        'Bilinear'
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +43,7 @@ def trace(
     *,
     batch_dim: int | None = 0,
 ) -> PathGraph:
-    """The path graph of ``model``.
+    """Finds the paths of a model: its units, edges and regions.
 
     Args:
         model: any module. It is not run on real data, not copied and not changed.
@@ -51,9 +53,19 @@ def trace(
         batch_dim: the batch axis of the inputs. Paths are counted at batch one, whatever the size of
             this axis in the example; all other axes count. ``None`` if there is no batch axis.
 
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> sorted(trace(model).parameters)
-    ['0.bias', '0.weight', '2.bias', '2.weight']
+    Returns:
+        The :class:`PathGraph`. It can be passed wherever an example input is taken.
+
+    Raises:
+        TraceError: the model cannot be exported with this example, or has parameters that paths are not
+        defined
+            for; the message says what to do.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
+        >>> graph = trace(model, torch.empty(8, 3, 4, 4))
+        >>> graph
+        <PathGraph of Sequential: 4 of 4 parameters path-normalised, 1 region>
     """
     if isinstance(example_input, PathGraph):
         return example_input
@@ -62,7 +74,7 @@ def trace(
     _check_memory(model)
     args, kwargs = _as_inputs(model, example_input)
     program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-    graph = _build(model, program, notes)
+    graph = lower(model, program, notes)
     remember_model(graph, model)
     return graph
 
@@ -128,200 +140,3 @@ def _as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
     if isinstance(example, (tuple, list)):
         return tuple(example), {}
     return (example,), {}
-
-
-def _build(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
-    builder = Builder(notes=notes)
-    environment = _Environment(model, program, builder)
-    outputs: list[Any] = []
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            environment.placeholder(node)
-        elif node.op == "call_function":
-            environment.call(node)
-        elif node.op == "output":
-            builder.where = ""
-            outputs = environment.outputs(node)
-    returned = tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
-    for node_id in returned:
-        builder.ends[node_id] = "output"
-    regions = find_regions(builder.nodes)
-    parameters = describe_parameters(model, builder, regions, environment.names)
-    return PathGraph(
-        type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
-        tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)),
-    )  # fmt: skip
-
-
-class _Environment:
-    """What each node of the exported program stands for, and how an operator is looked up."""
-
-    def __init__(self, model: nn.Module, program: ExportedProgram, builder: Builder) -> None:
-        self.builder = builder
-        self.program = program
-        self.values: dict[fx.Node, Any] = {}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first.setdefault(id(parameter), name)
-        self.names = {
-            name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-
-    def placeholder(self, node: fx.Node) -> None:
-        spec = self.specs[node.name]
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            self.values[node] = value
-            return
-        shape = tuple(map(int, value.shape))
-        target = own_name(spec.target or "")
-        if spec.kind == InputKind.PARAMETER:
-            if node.users:
-                self.builder.read.add(self.names[target])
-            self.values[node] = Weight(shape, Stored(shape, self.names[target]))
-        elif target in self.buffers and value.is_floating_point():
-            self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")
-        elif spec.kind == InputKind.USER_INPUT and value.is_floating_point():
-            self.values[node] = self.builder.begin(shape, "input")
-        else:
-            self.values[node] = self._literal(spec.target or "", shape, value)
-
-    def _literal(self, spec_target: str, shape: tuple[int, ...], fake: Tensor) -> Weight | Unknown:
-        """A tensor written in the model's code, by its numbers; anything else carries no path."""
-        constant = self.program.constants.get(spec_target)
-        if isinstance(constant, Tensor) and fake.is_floating_point():
-            if constant.numel() <= LARGEST_LITERAL:
-                numbers = tuple(map(float, constant.detach().flatten().tolist()))
-                return Weight(
-                    shape, None, (Stored(shape, literal=numbers, views=(Reshape(shape),)),), "constant"
-                )
-            return Unknown(shape, True, "a large tensor the model keeps outside its buffers")
-        return Unknown(shape, fake.is_floating_point(), "a tensor of integers")
-
-    def call(self, node: fx.Node) -> None:
-        if getattr(node.target, "__name__", "") == "getitem":
-            self._getitem(node)
-            return
-        if node.meta.get("val") is None:
-            return  # an assertion: it returns nothing, so it is no part of the function
-        builder = self.builder
-        stack = node.meta.get("nn_module_stack") or {}
-        builder.where = own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
-        call = self._as_call(node)
-        rule = RULES.get(call.name)
-        carries = _leaves(call.arguments)
-        try:
-            if not any(isinstance(value, (Paths, Weight)) for value in carries) and rule is None:
-                raise Ends(f"a constant made by {call.name}")
-            if rule is None:
-                raise Ends(why_it_ends(call.name))
-            result = rule.write(builder, call)
-            for name in call.arguments:
-                if name not in call.read and name not in rule.ignores:
-                    for value in _leaves({name: call.arguments[name]}):
-                        builder.end(value, f"{call.name} reads it as its {name}")
-            if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
-                result = result[0]
-            self.values[node] = result
-        except Ends as reason:
-            self.values[node] = self._ended(node, call, str(reason), carries)
-
-    def outputs(self, node: fx.Node) -> list[Any]:
-        """What the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""
-        returned: list[Any] = []
-        specs = self.program.graph_signature.output_specs
-        results = node.args[0]
-        assert isinstance(results, (tuple, list))
-        for spec, result in zip(specs, results, strict=True):
-            value = self.values.get(result) if isinstance(result, fx.Node) else None
-            value = value[0] if isinstance(value, list) and value else value
-            if spec.kind == OutputKind.USER_OUTPUT:
-                returned.append(value)
-            if isinstance(value, Paths):
-                if spec.kind != OutputKind.USER_OUTPUT:
-                    self.builder.end(value, "written to a buffer")
-            elif isinstance(value, (Weight, Unknown)):
-                self.builder.end(value, "returned by the model")
-        return returned
-
-    def _ended(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
-        """The operator is no path: what it reads ends there, and what it returns begins anew."""
-        carries_paths = any(isinstance(value, Paths) for value in inputs)
-        parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()
-        if not carries_paths and parameters:
-            reason = f"a weight computed by {call.name}"
-        for value in inputs:
-            self.builder.end(value, reason)
-
-        def result(fake: Any) -> Any:
-            if not isinstance(fake, Tensor):
-                return fake
-            shape = tuple(map(int, fake.shape))
-            if carries_paths and fake.is_floating_point():
-                return self.builder.begin(shape, reason)
-            return Unknown(shape, fake.is_floating_point(), reason, parameters)
-
-        returned = node.meta.get("val")
-        if isinstance(returned, (tuple, list)):
-            return [result(fake) for fake in returned]
-        return result(returned)
-
-    def _getitem(self, node: fx.Node) -> None:
-        source, index = node.args[0], node.args[1]
-        values = self.values[source] if isinstance(source, fx.Node) else source
-        assert isinstance(index, int)
-        if isinstance(values, list):
-            # A rule may leave out outputs that carry no path, such as the indices of max pooling.
-            if index < len(values):
-                self.values[node] = values[index]
-                return
-        elif index == 0:
-            self.values[node] = values
-            return
-        fake = node.meta["val"]
-        floating = isinstance(fake, Tensor) and fake.is_floating_point()
-        shape = tuple(fake.shape) if isinstance(fake, Tensor) else ()
-        self.values[node] = Unknown(shape, floating, "a secondary output")
-
-    def _as_call(self, node: fx.Node) -> Call:
-        schema = operator_schema(node.target)
-        bound: dict[str, Any] = {}
-        if schema is not None:
-            name = schema.name.removeprefix("aten::")
-            for k, argument in enumerate(schema.arguments):
-                if k < len(node.args):
-                    bound[argument.name] = node.args[k]
-                elif argument.name in node.kwargs:
-                    bound[argument.name] = node.kwargs[argument.name]
-                else:
-                    bound[argument.name] = argument.default_value
-        else:
-            name = getattr(node.target, "__name__", str(node.target))
-            bound = {str(k): value for k, value in enumerate(node.args)}
-        if name not in RULES and name.endswith("_"):
-            name = name.rstrip("_")
-        arguments = {key: self._value(value) for key, value in bound.items()}
-        fake = node.meta.get("val")
-        fake = fake[0] if isinstance(fake, (tuple, list)) and fake else fake
-        shape = tuple(map(int, fake.shape)) if isinstance(fake, Tensor) else ()
-        floating = isinstance(fake, Tensor) and fake.is_floating_point()
-        return Call(name, arguments, shape, floating)
-
-    def _value(self, argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            value = self.values.get(argument)
-            if isinstance(value, list):
-                return value[0] if value else None
-            return value
-        if isinstance(argument, (tuple, list)):
-            return [self._value(item) for item in argument]
-        return argument
-
-
-def _leaves(arguments: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in arguments.values():
-        found.extend(value if isinstance(value, list) else [value])
-    return [value for value in found if isinstance(value, (Paths, Weight, Unknown))]

@@ -10,40 +10,18 @@ symmetry that ties two units by anything but equality is not offered.
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import (
-    Add,
-    AxisMap,
-    Begin,
-    Cat,
-    Conv,
-    Embed,
-    Expand,
-    Linear,
-    Multiply,
-    Node,
-    Permute,
-    Reduce,
-    Reshape,
-    Shape,
-    Slice,
-    Source,
-    Square,
-    Stored,
-    Weight,
-    conv_channels,
-)
+from pathsgd.graph import nodes
+from pathsgd.graph.nodes import Conv, Node, Shape, Weight, conv_channels
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
-from pathsgd.graph.union_find import UnionFind
+from pathsgd.graph.unit_ties import FIXED as FIXED
+from pathsgd.graph.unit_ties import UnitTies, compress
 from pathsgd.graph.views import view_tensor
-
-FIXED = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +38,7 @@ class EdgeClasses:
 
 @dataclass(frozen=True)
 class UnitClasses:
-    """The classes of a graph: how many, who they are, and which weights they scale."""
+    """The classes of a graph: how many, who they are, and which weights they change."""
 
     count: int
     edges: dict[int, EdgeClasses]
@@ -87,41 +65,18 @@ def unit_classes_of(graph: PathGraph) -> UnitClasses:
 
 @dataclass
 class _Search:
-    """Union-find over unit numbers, by one walk over the nodes.
+    """The search for classes: one walk over the nodes.
 
     ``ids[k]`` holds the unit numbers of node k's value, of size one along every axis on which they
-    do not change; ``degrees[k]`` is the power with which the units' scale enters the value.
+    do not change; ``degrees[k]`` is the power with which a unit's factor enters the value.
     """
 
     graph: PathGraph
-    joined: UnionFind = field(default_factory=lambda: UnionFind(FIXED + 1))
+    ties: UnitTies = field(default_factory=UnitTies)
     ids: list[Tensor] = field(default_factory=list)
     degrees: list[int] = field(default_factory=list)
     edges: dict[int, EdgeClasses] = field(default_factory=dict)
     uncovered: dict[int, Tensor] = field(default_factory=dict)
-
-    def fresh(self, shape: Shape) -> Tensor:
-        """Units of their own."""
-        return torch.tensor(self.joined.grow(math.prod(shape)), dtype=torch.int64).reshape(shape)
-
-    def union(self, a: Tensor, b: Tensor) -> None:
-        """Units in the same place become one class."""
-        a, b = torch.broadcast_tensors(a, b)
-        pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
-        for x, y in pairs.tolist():
-            self.joined.union(x, y)
-
-    def fix(self, ids: Tensor) -> None:
-        self.union(ids, torch.full((1,), FIXED))
-
-    def along(self, ids: Tensor, dims: list[int]) -> Tensor:
-        """The units along ``dims`` become one class."""
-        for dim in dims:
-            if ids.shape[dim] > 1:
-                first = ids.narrow(dim, 0, 1)
-                self.union(ids, first)
-                ids = first
-        return ids
 
     # The walk
 
@@ -133,68 +88,67 @@ class _Search:
             if len(set(degrees)) > 1:
                 # A sum of values of different homogeneity keeps none of their symmetries.
                 for ids in inputs:
-                    self.fix(ids)
+                    self.ties.fix(ids)
             ids = self.visit(k, node, inputs)
             self.ids.append(ids)
             if k in self.graph.ends:
-                self.fix(ids)
+                self.ties.fix(ids)
         self.fix_dead_ends()
         self.share_parameters()
         return self.collect()
 
     def fix_dead_ends(self) -> None:
         """A unit no output depends on has paths to nowhere: it is not rescaled."""
-        nodes = range(len(self.graph.nodes))
         alive = set(self.graph.ends)
-        for k in reversed(nodes):
+        for k, node in reversed(list(enumerate(self.graph.nodes))):
             if k in alive:
-                alive.update(self.graph.nodes[k].inputs)
-        reached = {self.joined.find(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
-        for k in nodes:
+                alive.update(node.inputs)
+        reached = {self.ties.find(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        for k in range(len(self.ids)):
             if k not in alive:
                 units = torch.unique(self.ids[k])
-                dead = [unit for unit in units.tolist() if self.joined.find(unit) not in reached]
-                self.fix(torch.tensor(dead, dtype=torch.int64))
+                dead = [unit for unit in units.tolist() if self.ties.find(unit) not in reached]
+                self.ties.fix(torch.tensor(dead, dtype=torch.int64))
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)
         match node.operation:
-            case Begin():
+            case nodes.Begin():
                 return torch.full((1,) * ndim, FIXED)
-            case Source(weight):
+            case nodes.Source(weight):
                 return self.source(k, weight, ndim)
-            case Linear(weight):
-                tail = self.along(inputs[0], list(range(ndim - 1)))
-                head = self.fresh((1,) * (ndim - 1) + (weight.shape[0],))
+            case nodes.Linear(weight):
+                tail = self.ties.tie_along(inputs[0], list(range(ndim - 1)))
+                head = self.ties.fresh((1,) * (ndim - 1) + (weight.shape[0],))
                 return self.weighted(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
-            case Conv(weight):
+            case nodes.Conv(weight):
                 return self.convolution(k, node.operation, inputs[0])
-            case Multiply(weight):
+            case nodes.Multiply(weight):
                 return self.multiply(k, weight, inputs[0])
-            case Add():
+            case nodes.Add():
                 for other in inputs[1:]:
-                    self.union(inputs[0], other)
+                    self.ties.tie(inputs[0], other)
                 return torch.broadcast_tensors(*inputs)[0]
-            case Square():
+            case nodes.Square():
                 self.degrees[k] = 2 * self.degrees[k]
                 return inputs[0]
-            case AxisMap(dim, window):
+            case nodes.AxisMap(dim, window):
                 return self.axis_map(inputs[0], dim, window.kind, window.index)
-            case Reduce(dims):
-                return self.along(inputs[0], list(dims))
-            case Cat(dim):
+            case nodes.Reduce(dims):
+                return self.ties.tie_along(inputs[0], list(dims))
+            case nodes.Cat(dim):
                 return self.cat(node, inputs, dim)
-            case Expand():
+            case nodes.Expand():
                 return inputs[0]
-            case Reshape(shape):
+            case nodes.Reshape(shape):
                 whole = inputs[0].expand(self.graph.nodes[node.inputs[0]].shape)
                 return compress(whole.reshape(shape))
-            case Slice(dim):
+            case nodes.Slice(dim):
                 ids = inputs[0]
                 return ids if ids.shape[dim] == 1 else view_tensor(node.operation, ids)
-            case Permute():
+            case nodes.Permute():
                 return view_tensor(node.operation, inputs[0])
-            case Embed():
+            case nodes.Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
     def weighted(
@@ -202,8 +156,8 @@ class _Search:
     ) -> Tensor:
         """Records a weight between units; fixed weights tie all their units down."""
         if weight.parameter is None or self.outside(weight):
-            self.fix(out)
-            self.fix(into)
+            self.ties.fix(out)
+            self.ties.fix(into)
         if weight.parameter is not None:
             self.edges[k] = EdgeClasses(head, tail, self.degrees[k])
         self.degrees[k] = 1
@@ -218,36 +172,36 @@ class _Search:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
         if weight.parameter is None:
             return torch.full((1,) * ndim, FIXED)
-        ids = self.fresh(layout)
+        ids = self.ties.fresh(layout)
         if self.outside(weight):
-            self.fix(ids)
+            self.ties.fix(ids)
         flat = ids.reshape(weight.shape)
         self.edges[k] = EdgeClasses(flat, torch.full((1,) * flat.dim(), FIXED))
         return ids
 
     def convolution(self, k: int, conv: Conv, ids: Tensor) -> Tensor:
         ndim = ids.dim()
-        into = self.along(ids, [d for d in range(ndim) if d != 1])
+        into = self.ties.tie_along(ids, [d for d in range(ndim) if d != 1])
         inputs, outputs = conv_channels(conv)
-        out = self.fresh((1, outputs) + (1,) * (ndim - 2))
+        out = self.ties.fresh((1, outputs) + (1,) * (ndim - 2))
         head, tail = conv_ends(conv, out.reshape(-1), into.expand(1, inputs, *into.shape[2:]).reshape(-1))
         return self.weighted(k, conv.weight, out, into, head, tail)
 
     def multiply(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
         if any(factor.inverse_sigma is not None for factor in weight.factors):
             # Running statistics do not follow a rescaling of what they were taken of.
-            self.fix(ids)
+            self.ties.fix(ids)
         if weight.parameter is None:
             return ids
         layout = (1,) * (ids.dim() - len(weight.shape)) + weight.shape
         covers_one = all(n > 1 or ids.shape[d] == 1 for d, n in enumerate(layout))
         if not covers_one:
-            # One weight for several units: it stays as it is, and they keep their own scales.
-            unscaled = torch.full((1,) * len(weight.shape), FIXED)
-            self.edges[k] = EdgeClasses(unscaled, unscaled)
+            # One weight for several units: it stays as it is, and they keep their own factors.
+            unchanged = torch.full((1,) * len(weight.shape), FIXED)
+            self.edges[k] = EdgeClasses(unchanged, unchanged)
             self.uncovered[k] = ids
             return ids
-        out = self.fresh(layout)
+        out = self.ties.fresh(layout)
         tail = ids.reshape(ids.shape[ids.dim() - len(weight.shape) :])
         return self.weighted(k, weight, out, ids, out.reshape(weight.shape), tail)
 
@@ -255,9 +209,9 @@ class _Search:
         if ids.shape[dim] == 1:
             return ids
         if kind != "gather":
-            return self.along(ids, [dim])
-        # A place that is filled with zeros belongs to nobody.
-        extra = self.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
+            return self.ties.tie_along(ids, [dim])
+        # A place that is filled with zeros belongs to no other unit.
+        extra = self.ties.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
         places = torch.tensor([i if i >= 0 else ids.shape[dim] for i in index])
         return torch.cat([ids, extra], dim).index_select(dim, places)
 
@@ -272,50 +226,27 @@ class _Search:
     # Afterwards
 
     def share_parameters(self) -> None:
-        """A weight used in several places has one ratio of scales: its heads agree, and its tails."""
+        """A weight used in several places has one ratio of factors: its heads agree, and its tails."""
         first: dict[str, tuple[Tensor, Tensor, int]] = {}
         for k, weight in self.graph.weights():
             if k not in self.edges or weight.parameter is None:
                 continue
             shape = self.graph.parameters[weight.parameter.name].shape
             edge = self.edges[k]
-            head = self.in_parameter(weight.parameter, weight.shape, edge.head, shape)
-            tail = self.in_parameter(weight.parameter, weight.shape, edge.tail, shape)
+            head = self.ties.to_parameter(weight.parameter, weight.shape, edge.head, shape)
+            tail = self.ties.to_parameter(weight.parameter, weight.shape, edge.tail, shape)
             if weight.parameter.name not in first:
                 first[weight.parameter.name] = head, tail, edge.degree
                 continue
             other_head, other_tail, degree = first[weight.parameter.name]
-            self.union(head, other_head)
-            self.union(tail, other_tail)
+            self.ties.tie(head, other_head)
+            self.ties.tie(tail, other_tail)
             if degree != edge.degree:
-                self.fix(tail)
+                self.ties.fix(tail)
         self.shared = first
 
-    def in_parameter(self, stored: Stored, edges: Shape, ids: Tensor, shape: Shape) -> Tensor:
-        """Ids on a weight's entries, as ids on the entries of its parameter."""
-        # An entry of the parameter that is broadcast over several edges ties them together.
-        extra = len(edges) - len(stored.shape)
-        ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
-        repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
-        ids = self.along(ids, repeated)
-        ids = ids.reshape(ids.shape[extra:])
-        if not stored.views:
-            return ids
-        index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
-        for operation in stored.views:
-            index = view_tensor(operation, index)
-        return self.scatter(index, ids.expand(index.shape), shape)
-
-    def scatter(self, index: Tensor, ids: Tensor, shape: Shape) -> Tensor:
-        """Ids sent to the places ``index``; places that receive several tie them together."""
-        places, values = index.flatten(), ids.flatten()
-        result = torch.full((int(torch.Size(shape).numel()),), FIXED)
-        result[places] = values
-        self.union(values, result[places])
-        return compress(result.reshape(shape))
-
     def collect(self) -> UnitClasses:
-        roots = torch.tensor([self.joined.find(k) for k in range(len(self.joined))])
+        roots = torch.tensor([self.ties.find(k) for k in range(len(self.ties))])
         unique, number = torch.unique(roots, return_inverse=True)
         assert int(unique[0]) == FIXED
 
@@ -341,7 +272,7 @@ class _Search:
             if k not in edges or weight.parameter is None or weight.parameter.name in found:
                 continue
             heads = number[self.ids[k]].flatten()
-            if isinstance(self.graph.nodes[k].operation, (Multiply, Source)):
+            if isinstance(self.graph.nodes[k].operation, (nodes.Multiply, nodes.Source)):
                 heads = edges[k].head.expand(weight.shape).flatten()
             found[weight.parameter.name] = heads
             module = weight.parameter.name.rpartition(".")[0]
@@ -363,12 +294,3 @@ def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         return head.reshape(into.numel(), -1, *taps), into.reshape(-1, 1, *taps)
     tail = into.reshape(g, 1, -1).expand(g, out.numel() // g, -1)
     return out.reshape(-1, 1, *taps), tail.reshape(out.numel(), -1, *taps)
-
-
-def compress(ids: Tensor) -> Tensor:
-    """``ids`` with size one along every axis on which they do not change."""
-    for dim in range(ids.dim()):
-        first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids
-        if ids.shape[dim] > 1 and bool((ids == first).all()):
-            ids = first
-    return ids

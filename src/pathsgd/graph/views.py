@@ -1,15 +1,15 @@
-"""Data movement of plain tensors: activations, weights, or tensors of unit numbers."""
+"""Views of plain tensors: activations, weights, or tensors of unit numbers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Slice
+from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
 
 def view_tensor(operation: Operation, x: Tensor) -> Tensor:
-    """One movement of the entries of ``x``."""
+    """``x`` seen through one view (or embedded in zeros, the adjoint of a slice)."""
     match operation:
         case Reshape(shape):
             return x.reshape(shape)
@@ -24,7 +24,12 @@ def view_tensor(operation: Operation, x: Tensor) -> Tensor:
         case Embed(dim, start, size, step):
             return embed(x, dim, start, size, step, 0)
         case _:
-            raise AssertionError(f"{operation} is no movement")
+            raise AssertionError(f"{operation} is no view")
+
+
+def view_shape(view: Operation, shape: Shape) -> Shape:
+    """The shape of a view of a tensor."""
+    return tuple(view_tensor(view, torch.empty(shape, device="meta")).shape)
 
 
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:

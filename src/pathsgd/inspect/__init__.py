@@ -1,1 +1,1 @@
-"""A user's own model as the library sees it: ``pathsgd inspect``."""
+"""``pathsgd inspect``: the path graph, path norm and imbalance of a user's own model."""

@@ -1,131 +1,125 @@
-"""``pathsgd inspect``: the options, and the steps from a target to its tables."""
+"""``pathsgd inspect``: the options, and the steps from a user's model to its tables."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 
-from pathsgd.console.machine import device_of
-from pathsgd.errors import PathError, TraceError
-from pathsgd.geometry.gamma import check_p
-from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.trace import trace
-from pathsgd.inspect.measure import measure
-from pathsgd.inspect.show import as_json, text
-from pathsgd.inspect.target import Target
+from pathsgd import Imbalance, PathError, PathGraph, TraceError, imbalance, trace
+from pathsgd.console.command_line import parse
+from pathsgd.console.devices import find_device
+from pathsgd.console.user_code import Reference
+from pathsgd.inspect.tables import format_tables, to_json
 from pathsgd.inspect.weights import load_weights, save_balanced
 
-HELP = "your own model as the library sees it: its paths, their norm, its balance"
-DESCRIPTION = """\
-Shows a model as the library sees it:
 
-  the graph    what pathsgd.trace finds: which parameters lie on paths and which fall back to gamma = 1, and
-               where and why a region of paths ends
-  log phi_p    the norm of all paths, as its natural logarithm, which is finite at any depth; one for each
-               region. Rescaling does not change it
-  mu_{p,inf}   the largest l_p norm of the weights into a unit, now and at its least, after pathsgd.balance.
-               Their ratio says how far mu is from its least. It is 1 for a balanced network, and also where
-               units that cannot be rescaled have the largest norm
-  the layers   named as pathsgd.rescale names them. For each the number of its units, the norm of the weights
-               into them, and their imbalance
+@dataclass(frozen=True)
+class Inspect:
+    """Prints a model as the library sees it. The model is not changed.
 
-The imbalance of a unit is -log2 of the scale that pathsgd.balance would multiply it by: the network is its
-balanced equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights into the
-unit are 32 times too large, and those out of it 32 times too small, for where it stands.
+    the graph    what pathsgd.trace finds: which parameters lie on paths and which fall back to gamma = 1,
+                 and where and why a region of paths ends
+    log phi_p    the natural logarithm of the path norm, finite at any depth; one for each region. Rescaling
+                 does not change it
+    mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance. Their ratio
+                 is 1 for a balanced network, and where units that cannot be rescaled have the largest norm
+    the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
+                 and their imbalance
 
-The model is not changed."""
-EPILOG = """\
-TARGET is package.module:name or path/to/file.py:name. The name may be dotted. It stands for a factory (called
-with no arguments, or with those of --arguments), for a class, or for a model. The current folder can be
-imported from. Importing a module runs the code in it, so inspect code you trust. Weights are read by
-torch.load(weights_only=True), which runs none.
+    The imbalance of a unit is -log2 of the factor that pathsgd.balance would multiply it by: the network is
+    its balanced equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights
+    into the unit are 32 times too large, and those out of it 32 times too small.
 
-  pathsgd inspect mypkg.models:resnet --input-shape 1,3,32,32
-  pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt --json"""
+    Importing a module runs the code in it, so inspect code you trust. Weights are read by
+    torch.load(weights_only=True), which runs none.
 
+    examples:
+      pathsgd inspect mypkg.models:resnet --input-shape 1,3,32,32
+      pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt --json
+    """
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("target", metavar="TARGET", help="the model: package.module:name or path/to/file.py:name")
-    add(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="N,N,...",
-        help="of an input, batch included; once for each positional input. May be left out for an "
-        "nn.Sequential that starts with a Linear",
-    )
-    add(
-        "--input-dtype",
-        action="append",
-        default=[],
-        metavar="DTYPE",
-        help="float32, int64, ...: one for all inputs or one for each (default: that of the parameters)",
-    )
-    add("--batch-dim", default="0", metavar="N", help="the batch axis of the inputs, or none (default: 0)")
-    add("--arguments", metavar="JSON", help="""keyword arguments of the factory, as in '{"width": 64}'""")
-    add(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="load this state dict, or checkpoint that holds one, first",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="for weights drawn at random (default: 0)")
-    add("--device", metavar="DEVICE", help="cpu, cuda, ... (default: where the model is)")
-    add("--p", type=float, default=2.0, metavar="P", help="of the norms, from 1 to inf (default: 2)")
-    add(
-        "--region",
-        type=int,
-        metavar="K",
-        help="phi and the layers of one region only, as numbered in the graph",
-    )
-    add("--json", action="store_true", help="print JSON instead of tables")
-    add("--save-balanced", type=Path, metavar="FILE", help="write the state dict of the balanced model here")
+    target: tyro.conf.Positional[str]
+    """package.module:name or path/to/file.py:name of a model, or of a class or function that makes one. The
+    name may be dotted, and the current folder can be imported from."""
+    input_shape: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Sizes of an input, batch included: 1,3,32,32. Once for each positional input; may be left out for an
+    nn.Sequential that starts with a Linear."""
+    input_dtype: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """float32, int64, ...: one for all inputs or one for each; by default that of the parameters."""
+    batch_dim: str = "0"
+    """The batch axis of the inputs, or none."""
+    arguments: str = "{}"
+    """Keyword arguments of the class or function, as JSON: '{"width": 64}'."""
+    weights: Path | None = None
+    """Load this state dict, or a checkpoint that holds one, first."""
+    seed: int = 0
+    """Seed of weights that are drawn at random."""
+    device: str | None = None
+    """cpu, cuda, ...; by default where the model is."""
+    p: float = 2.0
+    """Order of the norms, from 1 to inf."""
+    region: int | None = None
+    """Phi and the layers of one region only, as numbered in the graph."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    save_balanced: Path | None = None
+    """Write the state dict of the balanced model to this file."""
 
 
-def run(options: argparse.Namespace) -> int:
-    check_p(options.p)
-    arguments = _arguments(options.arguments)
-    shapes = [_shape(given) for given in options.input_shape]
-    batch_dim = _batch_dim(options.batch_dim)
-    target = Target.parse(options.target)
+def main(arguments: Sequence[str]) -> int:
+    options = parse(Inspect, arguments, "inspect")
+    keywords = _read_keywords(options.arguments)
+    shapes = [_read_shape(text) for text in options.input_shape]
+    batch_dim = _read_batch_dim(options.batch_dim)
+    reference = Reference.parse(options.target)
     # What the user's code prints must not end up in the JSON.
-    with target.importable(), contextlib.redirect_stdout(sys.stderr):
+    with reference.importable(), contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(options.seed)
-        model = target.model(arguments)
+        model = reference.make_model(**keywords)
         if options.weights is not None:
             load_weights(model, options.weights)
         if options.device is not None:
-            model = model.to(device_of(options.device))
-        example = tuple(_inputs(model, shapes, options.input_dtype)) or None
-        graph = _traced(model, example, batch_dim)
+            model = model.to(find_device(options.device))
+        example = tuple(_make_inputs(model, shapes, options.input_dtype)) or None
+        graph = _trace(model, example, batch_dim)
     if not options.json:
         print(graph, end="\n\n", flush=True)
-    measures = measure(model, graph, options.p, options.region)
+    found = imbalance(model, graph, options.p)
+    if options.region is not None:
+        found = _select_region(found, options.region)
     if options.json:
         inputs = [
             {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in example or ()
         ]
-        found = {"target": options.target, "inputs": inputs, **as_json(graph, measures)}
-        print(json.dumps(found, indent=1, allow_nan=False))
+        report = {"target": options.target, "inputs": inputs, **to_json(graph, found)}
+        print(json.dumps(report, indent=1, allow_nan=False))
     else:
-        print(text(measures))
+        print(format_tables(found))
     if options.save_balanced is not None:
-        save_balanced(model, graph, measures.scales, options.save_balanced)
+        save_balanced(model, graph, options.p, options.save_balanced)
         if not options.json:
             print(f"\nbalanced weights written to {options.save_balanced}")
     return 0
 
 
-def _traced(model: nn.Module, example: tuple[Tensor, ...] | None, batch_dim: int | None) -> PathGraph:
+def _select_region(found: Imbalance, region: int) -> Imbalance:
+    """phi and the layers of one region. mu is always of the whole network."""
+    if region not in found.log_phi:
+        raise PathError(f"there is no region {region}; the graph has {len(found.log_phi)}")
+    layers = tuple(layer for layer in found.layers if layer.region == region)
+    return replace(found, log_phi={region: found.log_phi[region]}, layers=layers)
+
+
+def _trace(model: nn.Module, example: tuple[Tensor, ...] | None, batch_dim: int | None) -> PathGraph:
     try:
         return trace(model, example, batch_dim=batch_dim)
     except TraceError as error:
@@ -136,42 +130,42 @@ def _traced(model: nn.Module, example: tuple[Tensor, ...] | None, batch_dim: int
         raise TraceError(text) from error
 
 
-def _arguments(given: str | None) -> dict[str, Any]:
+def _read_keywords(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(given or "{}")
+        found = json.loads(text)
     except ValueError as error:
-        raise PathError(f"--arguments {given} is no JSON: {error}") from error
+        raise PathError(f"--arguments {text} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise PathError(f'--arguments {given} is no JSON object of keyword arguments, as {{"width": 64}} is')
+        raise PathError(f'--arguments {text} is no JSON object of keyword arguments, as {{"width": 64}} is')
     return found
 
 
-def _shape(given: str) -> tuple[int, ...]:
+def _read_shape(text: str) -> tuple[int, ...]:
     """
-    >>> _shape("1,3,32,32")
+    >>> _read_shape("1,3,32,32")
     (1, 3, 32, 32)
     """
-    sizes = [size.strip() for size in given.split(",")]
+    sizes = [size.strip() for size in text.split(",")]
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise PathError(f"Invalid --input-shape: {given!r} (expected sizes over 0, as in 1,3,32,32)")
+        raise PathError(f"Invalid --input-shape: {text!r} (expected sizes over 0, as in 1,3,32,32)")
     return tuple(map(int, sizes))
 
 
-def _batch_dim(given: str) -> int | None:
-    if given.lower() == "none":
+def _read_batch_dim(text: str) -> int | None:
+    if text.lower() == "none":
         return None
-    if not given.isdecimal():
-        raise PathError(f"Invalid --batch-dim: {given!r} (expected an axis, or none)")
-    return int(given)
+    if not text.isdecimal():
+        raise PathError(f"Invalid --batch-dim: {text!r} (expected an axis, or none)")
+    return int(text)
 
 
-def _inputs(model: nn.Module, shapes: list[tuple[int, ...]], names: list[str]) -> list[Tensor]:
-    """Empty, so that no memory is touched: only shapes and dtypes matter to a trace."""
+def _make_inputs(model: nn.Module, shapes: list[tuple[int, ...]], names: Sequence[str]) -> list[Tensor]:
+    """Empty tensors, which touch no memory: only shapes and dtypes matter to a trace."""
     if names and (not shapes or len(names) not in (1, len(shapes))):
         raise PathError(
             f"{len(names)} --input-dtype for {len(shapes)} --input-shape: give one for all or for each"
         )
-    dtypes = [_dtype(name) for name in names]
+    dtypes = [_read_dtype(name) for name in names]
     device = next((tensor.device for tensor in model.parameters()), None)
     if not dtypes:
         floats = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
@@ -187,7 +181,7 @@ def _inputs(model: nn.Module, shapes: list[tuple[int, ...]], names: list[str]) -
         raise PathError(f"inputs of shape {shapes} do not fit in memory") from error
 
 
-def _dtype(name: str) -> torch.dtype:
+def _read_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise PathError(

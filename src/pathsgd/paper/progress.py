@@ -1,56 +1,89 @@
-"""How far a study is, on the terminal: a bar for each phase, a line for each choice."""
+"""Progress callbacks, and the progress bar of the terminal."""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import Any
 
-from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.record import Line, Recorded
-from pathsgd.paper.experiment.results import describe
+from pathsgd.paper.config import Run
+from pathsgd.paper.records.run_folder import Metrics, RunRecord
+from pathsgd.paper.records.study_results import describe
 
 
 class Progress:
-    """A :class:`pathsgd.paper.experiment.conduct.Reporter`. Where there is no terminal, lines only."""
+    """Callbacks for long work. Does nothing by itself: override what you need.
 
-    def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
+    Runs that are trained at the same time call from threads of their own. An exception ends the work; what
+    was recorded is resumed next time.
+
+    Example:
+        >>> class PrintEpochs(Progress):
+        ...     def epoch(self, run, metrics):
+        ...         print(run.method, metrics["epoch"], metrics["train_loss"])
+    """
+
+    def start_phase(self, title: str, epochs: int) -> None:
+        """What follows takes at most this many epochs."""
+
+    def epoch(self, run: Run, metrics: Metrics) -> None:
+        """An epoch of a run has ended; of a resumed run the recorded epochs are told again."""
+
+    def run_ended(self, record: RunRecord) -> None:
+        """A run has ended."""
+
+    def message(self, text: str) -> None:
+        """A line for the user."""
+
+    def close(self) -> None:
+        """The work has ended or failed."""
+
+
+class TerminalProgress(Progress):
+    """A progress bar for each phase if stderr is a terminal and tqdm is installed, and lines on stdout.
+
+    Args:
+        quiet: Print nothing.
+        every_epoch: Print a line for every epoch.
+    """
+
+    def __init__(self, quiet: bool = False, every_epoch: bool = False) -> None:
+        self.quiet, self.every_epoch = quiet, every_epoch
         self._bar: Any = None
         self._lock = threading.Lock()
 
-    def phase(self, title: str, epochs: int) -> None:
+    def start_phase(self, title: str, epochs: int) -> None:
         self.close()
         if self.quiet:
             return
-        length = f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}"
-        if not sys.stderr.isatty():
-            self.say(length)
-            return
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-        except ImportError:
-            self.say(length)
-            return
-        self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm  # type: ignore[import-untyped]
+            except ImportError:
+                pass
+            else:
+                self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
+                return
+        self.message(f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}")
 
-    def epoch(self, run: Run, line: Line) -> None:
-        if self._bar is None or not line["epoch"]:
-            return
-        with self._lock:
-            self._bar.set_postfix_str(_short(run), refresh=False)
-            self._bar.update()
+    def epoch(self, run: Run, metrics: Metrics) -> None:
+        if self.every_epoch:
+            self.message(describe_metrics(metrics))
+        if self._bar is not None and metrics["epoch"]:
+            with self._lock:
+                self._bar.set_postfix_str(_describe_run(run), refresh=False)
+                self._bar.update()
 
-    def ended(self, run: Recorded) -> None:
-        """A run that ended early leaves epochs that nobody waits for."""
-        if self._bar is None and not run.run.validation:
-            self.say(f"{_short(run.run)}: {run.status}, test error {run.errors[-1]:.2%}")
+    def run_ended(self, record: RunRecord) -> None:
         if self._bar is not None:
             with self._lock:
-                self._bar.total -= run.run.epochs - run.epochs
+                self._bar.total -= record.run.epochs - record.epochs  # epochs that will not come
                 self._bar.refresh()
+        elif not record.run.validation and not self.every_epoch:
+            self.message(f"{_describe_run(record.run)}: {record.status}, test error {record.errors[-1]:.2%}")
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         if self.quiet:
             return
         with self._lock:
@@ -65,5 +98,21 @@ class Progress:
             self._bar = None
 
 
-def _short(run: Run) -> str:
+def describe_metrics(metrics: Metrics) -> str:
+    """The metrics of an epoch as text.
+
+    >>> describe_metrics({"epoch": 3, "train_loss": 0.25, "test_error": None})
+    'epoch 3: train loss 0.25, test error not finite'
+    """
+
+    def text(name: str, value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return "not finite"
+        return f"{value:.2%}" if name.endswith("error") else f"{value:.4g}"
+
+    rest = [f"{name.replace('_', ' ')} {text(name, v)}" for name, v in metrics.items() if name != "epoch"]
+    return f"epoch {metrics['epoch']}: {', '.join(rest)}"
+
+
+def _describe_run(run: Run) -> str:
     return f"{describe(run)}, step size {run.step_size:g}, seed {run.seed.init}"

@@ -1,51 +1,50 @@
-"""The same numbers for TensorBoard, for those who like to watch."""
+"""Metrics for TensorBoard."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pathsgd.errors import PathError
-from pathsgd.paper.experiment.conduct import Reporter
-from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.record import Line, Recorded
+from pathsgd import PathError
+from pathsgd.paper.config import Run
+from pathsgd.paper.progress import Progress
+from pathsgd.paper.records.run_folder import Metrics, RunRecord
 
 
-class Logged:
-    """A reporter that also writes; one folder for each run."""
+class TensorBoardProgress(Progress):
+    """Writes the metrics of every run to a folder of its own, and passes all calls on to another progress."""
 
-    def __init__(self, reporter: Reporter, folder: Path) -> None:
+    def __init__(self, inner: Progress, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise PathError("--tensorboard needs TensorBoard: pip install 'pathsgd[tensorboard]'") from None
-        self._make = SummaryWriter
-        self.reporter, self.folder = reporter, folder
+        self.inner, self.folder, self._make_writer = inner, folder, SummaryWriter
         self._writers: dict[str, Any] = {}
 
-    def phase(self, title: str, epochs: int) -> None:
-        self.reporter.phase(title, epochs)
+    def start_phase(self, title: str, epochs: int) -> None:
+        self.inner.start_phase(title, epochs)
 
-    def epoch(self, run: Run, line: Line) -> None:
-        self.reporter.epoch(run, line)
+    def epoch(self, run: Run, metrics: Metrics) -> None:
+        self.inner.epoch(run, metrics)
         if run.name not in self._writers:
-            # What an interrupted run wrote is told again from its beginning.
-            self._writers[run.name] = self._make(str(self.folder / run.name), purge_step=0)
-        for name, value in line.items():
+            # A resumed run tells its epochs again from the first.
+            self._writers[run.name] = self._make_writer(str(self.folder / run.name), purge_step=0)
+        for name, value in metrics.items():
             if name != "epoch" and value is not None:
-                self._writers[run.name].add_scalar(name, value, line["epoch"])
+                self._writers[run.name].add_scalar(name, value, metrics["epoch"])
 
-    def ended(self, run: Recorded) -> None:
-        self.reporter.ended(run)
-        writer = self._writers.pop(run.run.name, None)
+    def run_ended(self, record: RunRecord) -> None:
+        self.inner.run_ended(record)
+        writer = self._writers.pop(record.run.name, None)
         if writer is not None:
             writer.close()
 
-    def say(self, text: str) -> None:
-        self.reporter.say(text)
+    def message(self, text: str) -> None:
+        self.inner.message(text)
 
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-        self.reporter.close()
+        self.inner.close()

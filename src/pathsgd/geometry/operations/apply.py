@@ -17,25 +17,8 @@ from pathsgd.geometry.operations.contraction import contract
 from pathsgd.geometry.operations.convolution import conv
 from pathsgd.geometry.operations.views import apply_view, cat
 from pathsgd.geometry.operations.windows import window_matrix
-from pathsgd.graph.nodes import (
-    Add,
-    AxisMap,
-    Begin,
-    Cat,
-    Conv,
-    Embed,
-    Expand,
-    Linear,
-    Multiply,
-    Operation,
-    Permute,
-    Reduce,
-    Reshape,
-    Shape,
-    Slice,
-    Source,
-    Square,
-)
+from pathsgd.graph import nodes
+from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
 
 def apply(
@@ -48,29 +31,29 @@ def apply(
 ) -> ExtendedFloat:
     """The value of one node from the values of its inputs."""
     match operation:
-        case Begin():
+        case nodes.Begin():
             return arithmetic.ones(shape, device)
-        case Source():
+        case nodes.Source():
             assert weight is not None
             return arithmetic.edges(weight, shape)
-        case Linear():
+        case nodes.Linear():
             assert weight is not None
             return contract(arithmetic, inputs[0], weight)
         case Conv():
             assert weight is not None
             return conv(arithmetic, operation, inputs[0], weight)
-        case Multiply():
+        case nodes.Multiply():
             assert weight is not None
             return arithmetic.multiply(inputs[0], arithmetic.edges(weight, shape))
-        case Add():
+        case nodes.Add():
             return arithmetic.add(inputs)
-        case Square():
+        case nodes.Square():
             return arithmetic.multiply(inputs[0], inputs[0])
         case AxisMap():
             return axis_map(arithmetic, operation, inputs[0])
-        case Reduce():
+        case nodes.Reduce():
             return arithmetic.reduce(inputs[0], operation.dims)
-        case Cat():
+        case nodes.Cat():
             return cat(inputs, operation.dim)
         case _:
             return apply_view(operation, inputs[0])
@@ -87,21 +70,21 @@ def adjoint(
     """The path weight that flows back to each input of a node, given their shapes (and the value
     that is squared, the one operation that is not linear)."""
     match operation:
-        case Begin() | Source():
+        case nodes.Begin() | nodes.Source():
             return []
-        case Linear():
+        case nodes.Linear():
             assert weight is not None
             return [contract(arithmetic, gradient, weight.t())]
         case Conv():
             assert weight is not None
             out = tuple(gradient.mantissa.shape)
             return [conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)]
-        case Multiply():
+        case nodes.Multiply():
             assert weight is not None
             return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
-        case Add():
+        case nodes.Add():
             return [gradient] * len(shapes)
-        case Square():
+        case nodes.Square():
             # d(x^2) = 2 x dx; the best pair of paths (p = inf) has no factor 2.
             factor = 1 if math.isinf(arithmetic.p) else 2
             assert squared is not None
@@ -112,9 +95,9 @@ def adjoint(
         case Expand():
             dims = [d for d, n in enumerate(shapes[0]) if n != operation.shape[d]]
             return [arithmetic.reduce(gradient, dims)]
-        case Reduce():
+        case nodes.Reduce():
             return [apply_view(Expand(shapes[0]), gradient)]
-        case Cat():
+        case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
                 apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)

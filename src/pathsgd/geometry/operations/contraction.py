@@ -111,15 +111,10 @@ def _contract_with_exponents(arithmetic: Arithmetic, x: ExtendedFloat, weight: T
     for block in weight.split(max(block_size // max(weight.shape[1], 1), 1)):
         edges, exponent = fold_exponents(arithmetic, block, tail)
         exponents.append(exponent)
-        product = _max_product if math.isinf(arithmetic.p) else _sum_product
-        outputs.append(product(rows, edges))
+        outputs.append(_max_product(rows, edges) if math.isinf(arithmetic.p) else rows @ edges.t())
     y = torch.cat(outputs, 1).reshape(*lead, weight.shape[0])
     head = torch.cat(exponents).reshape((1,) * (ndim - 1) + (-1,))
     return arithmetic.normalise(ExtendedFloat(y, head))
-
-
-def _sum_product(x: Tensor, edges: Tensor) -> Tensor:
-    return x @ edges.t()
 
 
 def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

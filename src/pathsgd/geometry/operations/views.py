@@ -1,4 +1,4 @@
-"""Data movement of path weights: units change places, numbers stay as they are."""
+"""Views of path weights: units change places, numbers stay as they are."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathsgd.graph.views import embed, view_tensor
 
 
 def apply_view(operation: Operation, x: ExtendedFloat) -> ExtendedFloat:
-    """One movement, of mantissas and exponents alike."""
-    exponent = None if x.exponent is None else _move_exponent(operation, x.mantissa, x.exponent)
+    """One view, of mantissas and exponents alike."""
+    exponent = None if x.exponent is None else _view_exponent(operation, x.mantissa, x.exponent)
     return ExtendedFloat(view_tensor(operation, x.mantissa), exponent)
 
 
-def _move_exponent(operation: Operation, mantissa: Tensor, exponent: Tensor) -> Tensor:
+def _view_exponent(operation: Operation, mantissa: Tensor, exponent: Tensor) -> Tensor:
     """Exponents move as their units do; an axis on which they are shared stays shared."""
     match operation:
         case Reshape(shape):
@@ -36,7 +36,7 @@ def _move_exponent(operation: Operation, mantissa: Tensor, exponent: Tensor) -> 
                 return exponent
             return embed(exponent, dim, start, size, step, DEAD)
         case _:
-            raise AssertionError(f"{operation} is no movement")
+            raise AssertionError(f"{operation} is no view")
 
 
 def cat(values: Sequence[ExtendedFloat], dim: int) -> ExtendedFloat:

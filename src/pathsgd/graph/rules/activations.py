@@ -8,7 +8,6 @@ from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Weight
 from pathsgd.graph.rules.pooling import reduce_to
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.views import reshape_value
 
 # f(c x) = c f(x) for c > 0: the unit's path weight passes through as it is. Dropout multiplies by a mask.
 HOMOGENEOUS = ("relu", "leaky_relu", "rrelu", "abs", "dropout", "native_dropout", "feature_dropout")
@@ -83,9 +82,7 @@ def prelu(b: Builder, call: Call) -> Value:
     x, slope = call.paths("self"), call.weight("weight")
     ndim = len(b.shape(x))
     if call.name == "prelu" and ndim > 1:
-        per_channel = reshape_value(b, slope, (1, -1) + (1,) * (ndim - 2))
-        assert isinstance(per_channel, Weight)
-        slope = per_channel
+        slope = b.reshape(slope, (1, -1) + (1,) * (ndim - 2))
     return b.add([x, b.multiply(x, slope.as_role("slope"))])
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, V, Value
 from pathsgd.graph.nodes import Stored, Weight, number
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.views import reshape_value
 
 
 @rule("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
@@ -31,14 +30,15 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
         parameter = gain.parameter if gain is not None else None
         own = gain.factors if gain is not None else ()
         flat = Weight(mean.shape, parameter, (*own, *factors), "norm weight")
-        return _along(b, flat, len(b.shape(x)), channel=1)
+        return _lay_along(b, flat, len(b.shape(x)), channel=1)
 
     parts: list[Value] = [
         b.multiply(x, edge(inverse_sigma)),
         edge(inverse_sigma, _stored(mean), *number(-1).factors),
     ]
     if bias is not None:
-        parts.append(_bias_along(b, bias, len(b.shape(x)), channel=1))
+        bias = bias.as_role("norm bias") if isinstance(bias, Weight) else bias
+        parts.append(_lay_along(b, bias, len(b.shape(x)), channel=1))
     return [b.add(parts)]
 
 
@@ -57,33 +57,22 @@ def _ends(b: Builder, call: Call, x: Paths, reason: str, channel: int | None = N
     b.end(x, reason)
     y = b.begin(call.shape, call.name)
     ndim = len(call.shape)
-
-    def lay_out(value: Weight, role: str) -> Weight:
-        value = value.as_role(role)
-        return value if channel is None else _along(b, value, ndim, channel)
-
     weight, bias = call.get("weight"), call.get("bias")
     if isinstance(weight, (Paths, Unknown)):
         raise Ends(f"{call.name} with a computed weight")
     if isinstance(weight, Weight):
-        y = b.multiply(y, lay_out(weight, "norm weight"))
+        y = b.multiply(y, _lay_along(b, weight.as_role("norm weight"), ndim, channel))
     if bias is not None:
-        y = b.add([y, bias if channel is None else _bias_along(b, bias, ndim, channel)])
+        bias = bias.as_role("norm bias") if isinstance(bias, Weight) else bias
+        y = b.add([y, _lay_along(b, bias, ndim, channel)])
     return y
 
 
-def _bias_along(b: Builder, bias: Value, ndim: int, channel: int) -> Value:
-    """A bias, which may be computed, laid along one axis."""
-    if isinstance(bias, Weight):
-        bias = bias.as_role("norm bias")
-    return reshape_value(b, bias, (*b.shape(bias), *(1,) * (ndim - 1 - channel)))
-
-
-def _along(b: Builder, weight: Weight, ndim: int, channel: int) -> Weight:
-    """A vector laid along one axis of a value with ``ndim`` axes."""
-    laid = reshape_value(b, weight, (*weight.shape, *(1,) * (ndim - 1 - channel)))
-    assert isinstance(laid, Weight)
-    return laid
+def _lay_along(b: Builder, value: V, ndim: int, channel: int | None) -> V:
+    """A vector laid along one axis of a value with ``ndim`` axes; as it is for None."""
+    if channel is None:
+        return value
+    return b.reshape(value, (*b.shape(value), *(1,) * (ndim - 1 - channel)))
 
 
 def _stored(weight: Weight) -> Stored:

@@ -109,8 +109,7 @@ def pad(b: Builder, call: Call) -> Value:
     x = call.paths("self")
     amounts = call.get("pad", "padding")
     mode = call.get("mode", default="constant")
-    for name in ("reflect", "replicat"):
-        mode = {"reflect": "reflect", "replicat": "replicate"}[name] if name in call.name else mode
+    mode = "reflect" if "reflect" in call.name else "replicate" if "replicat" in call.name else mode
     if mode == "constant" and (call.get("value", default=0) or 0) != 0:
         raise Ends("padding with a constant other than zero")
     for k in range(len(amounts) // 2):
@@ -140,9 +139,7 @@ def _source_place(j: int, n: int, mode: str) -> int:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
       "_upsample_nearest_exact3d")  # fmt: skip
 def upsample_nearest(b: Builder, call: Call) -> Value:
-    x = call.get("input", "self")
-    if not isinstance(x, Paths):
-        raise Ends("upsampling of a value that is no activation")
+    x = _upsampled(call)
     exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -153,20 +150,23 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
 
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 def upsample_linear(b: Builder, call: Call) -> Value:
-    x = call.get("input", "self")
-    if not isinstance(x, Paths):
-        raise Ends("upsampling of a value that is no activation")
+    x = _upsampled(call)
     align = bool(call["align_corners"])
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
-        ratio = _resize_ratio(call, axis, n, out)
-        window = Window("resize", n, out, align_corners=align, ratio=ratio)
-        x = b.axis_map(x, dim, window)
+        factor = _factor(call, axis)
+        # Input places per output place, as torch computes it: by the factor if one was given.
+        ratio = 1 / factor if factor else n / max(out, 1)
+        x = b.axis_map(x, dim, Window("resize", n, out, align_corners=align, ratio=ratio))
     return x
 
 
+def _upsampled(call: Call) -> Paths:
+    return call.paths("input" if "input" in call.arguments else "self")
+
+
 def _nearest_places(size: int, out: int, factor: float | None, exact: bool) -> Shape:
-    """Which entry each place takes: asked of torch itself, whose fp32 arithmetic decides ties."""
+    """Which entry each place takes: computed by torch itself, whose fp32 arithmetic decides ties."""
     operator = torch.ops.aten._upsample_nearest_exact1d if exact else torch.ops.aten.upsample_nearest1d
     places = torch.arange(size, dtype=torch.float64, device="cpu").reshape(1, 1, -1)
     return tuple(int(k) for k in operator(places, [out], factor).flatten().tolist())
@@ -179,9 +179,3 @@ def _factor(call: Call, axis: int) -> float | None:
         factors = [call.get(name) for name in ("scales_d", "scales_h", "scales_w", "scales")]
         factors = [f for f in factors if f is not None]
     return float(factors[axis]) if factors and len(factors) > axis and factors[axis] else None
-
-
-def _resize_ratio(call: Call, axis: int, size: int, out: int) -> float:
-    """Input places per output place, as torch computes it: by the factor if one was given."""
-    factor = _factor(call, axis)
-    return 1 / factor if factor else size / max(out, 1)

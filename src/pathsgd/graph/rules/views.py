@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, view
-from pathsgd.graph.nodes import Expand, Permute, Reshape, Shape, Slice, Weight, Window, number
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
+from pathsgd.graph.nodes import Window, number
 from pathsgd.graph.rules.registry import Call, rule
-
-
-def reshape_value(b: Builder, value: Value, shape: Sequence[int]) -> Value:
-    size = math.prod(b.shape(value))
-    known = math.prod(n for n in shape if n != -1)
-    target = tuple(n if n != -1 else size // max(known, 1) for n in shape)
-    if isinstance(value, Paths):
-        return b.reshape(value, target)
-    if isinstance(value, Weight):
-        return view(value, Reshape(target), target)
-    return replace(value, shape=target)
-
-
-def permute_value(b: Builder, value: Value, dims: Sequence[int]) -> Value:
-    old = b.shape(value)
-    order = tuple(d % len(old) for d in dims)
-    if isinstance(value, Paths):
-        return b.permute(value, order)
-    target = tuple(old[d] for d in order)
-    if isinstance(value, Weight):
-        return view(value, Permute(order), target)
-    return replace(value, shape=target)
-
-
-def slice_value(b: Builder, value: Value, dim: int, start: int, length: int, step: int = 1) -> Value:
-    if isinstance(value, Paths):
-        return b.slice(value, dim, start, length, step)
-    shape = list(value.shape)
-    shape[dim] = length
-    target = tuple(shape)
-    if isinstance(value, Weight):
-        return view(value, Slice(dim, start, length, step), target)
-    return replace(value, shape=target)
-
-
-def expand_value(b: Builder, value: Value, shape: Shape) -> Value:
-    if isinstance(value, Paths):
-        return b.expand(value, shape)
-    if isinstance(value, Weight):
-        padded = (1,) * (len(shape) - len(value.shape)) + value.shape
-        widened = reshape_value(b, value, padded)
-        assert isinstance(widened, Weight)
-        return view(widened, Expand(shape), shape)
-    return replace(value, shape=shape)
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
       "view_copy", "_reshape_alias", moves=True)  # fmt: skip
 def reshape(b: Builder, call: Call) -> Value:
     # The exported program already knows the resulting shape, so every spelling is one case.
-    return reshape_value(b, call["self"], call.shape)
+    return b.reshape(call["self"], call.shape)
 
 
 @rule("permute", "permute_copy", moves=True)
 def permute(b: Builder, call: Call) -> Value:
-    return permute_value(b, call["self"], call["dims"])
+    return b.permute(call["self"], call["dims"])
 
 
 @rule("transpose", "swapaxes", "swapdims", "transpose_copy", moves=True)
@@ -74,7 +29,7 @@ def transpose(b: Builder, call: Call) -> Value:
     order = list(range(ndim))
     i, j = call.get("dim0", "axis0") % ndim, call.get("dim1", "axis1") % ndim
     order[i], order[j] = order[j], order[i]
-    return permute_value(b, call["self"], order)
+    return b.permute(call["self"], order)
 
 
 @rule("t", "numpy_T", "mT", "t_copy", moves=True)
@@ -87,7 +42,7 @@ def t(b: Builder, call: Call) -> Value:
         order.reverse()
     else:
         order[-2:] = [ndim - 1, ndim - 2]
-    return permute_value(b, call["self"], order)
+    return b.permute(call["self"], order)
 
 
 @rule("movedim", "moveaxis", moves=True)
@@ -98,12 +53,12 @@ def movedim(b: Builder, call: Call) -> Value:
     target = [target] if isinstance(target, int) else target
     moved = {t % ndim: s % ndim for s, t in zip(source, target, strict=True)}
     rest = iter(d for d in range(ndim) if d not in moved.values())
-    return permute_value(b, call["self"], [moved[d] if d in moved else next(rest) for d in range(ndim)])
+    return b.permute(call["self"], [moved[d] if d in moved else next(rest) for d in range(ndim)])
 
 
 @rule("expand", "expand_as", "broadcast_to", "expand_copy", moves=True, ignores=("other",))
 def expand(b: Builder, call: Call) -> Value:
-    return expand_value(b, call["self"], call.shape)
+    return b.expand(call["self"], call.shape)
 
 
 @rule("repeat", "tile", moves=True)
@@ -123,7 +78,7 @@ def select(b: Builder, call: Call) -> Value:
     shape = b.shape(call["self"])
     dim = call["dim"] % len(shape)
     index = call["index"] % shape[dim]
-    return reshape_value(b, slice_value(b, call["self"], dim, index, 1), call.shape)
+    return b.reshape(b.slice(call["self"], dim, index, 1), call.shape)
 
 
 @rule("slice", "slice_copy", moves=True)
@@ -131,19 +86,19 @@ def slice_(b: Builder, call: Call) -> Value:
     shape = b.shape(call["self"])
     dim = (call.get("dim", default=0)) % len(shape)
     start, _, step = slice(call.get("start"), call.get("end"), call.get("step")).indices(shape[dim])
-    return slice_value(b, call["self"], dim, start, call.shape[dim], step)
+    return b.slice(call["self"], dim, start, call.shape[dim], step)
 
 
 @rule("narrow", moves=True)
 def narrow(b: Builder, call: Call) -> Value:
     dim = call["dim"] % len(call.shape)
     start = call["start"] % max(b.shape(call["self"])[dim], 1)
-    return slice_value(b, call["self"], dim, start, call["length"])
+    return b.slice(call["self"], dim, start, call["length"])
 
 
 def split_value(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> list[Value]:
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
-    return [slice_value(b, value, dim, s, n) for s, n in zip(starts, lengths, strict=True)]
+    return [b.slice(value, dim, s, n) for s, n in zip(starts, lengths, strict=True)]
 
 
 @rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", moves=True)
@@ -166,7 +121,7 @@ def unbind(b: Builder, call: Call) -> list[Value]:
     shape = b.shape(value)
     dim = call.get("dim", default=0) % len(shape)
     rest = shape[:dim] + shape[dim + 1 :]
-    return [reshape_value(b, piece, rest) for piece in split_value(b, value, dim, [1] * shape[dim])]
+    return [b.reshape(piece, rest) for piece in split_value(b, value, dim, [1] * shape[dim])]
 
 
 @rule("cat", "concat", "concatenate", moves=True)
@@ -179,7 +134,7 @@ def cat(b: Builder, call: Call) -> Value:
 def stack(b: Builder, call: Call) -> Value:
     dim = call.get("dim", default=0) % len(call.shape)
     one = (*call.shape[:dim], 1, *call.shape[dim + 1 :])
-    return join(b, [reshape_value(b, value, one) for value in call["tensors"]], dim)
+    return join(b, [b.reshape(value, one) for value in call["tensors"]], dim)
 
 
 def join(b: Builder, values: Sequence[Value], dim: int) -> Value:

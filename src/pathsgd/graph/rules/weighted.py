@@ -9,7 +9,6 @@ from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, broadcas
 from pathsgd.graph.nodes import Conv, Shape, Weight, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.views import permute_value, reshape_value
 
 
 def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int = -1) -> Paths:
@@ -19,7 +18,7 @@ def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int 
     bias: Value = call[name] if isinstance(call[name], Unknown) else call.weight(name).as_role("bias")
     ndim = len(b.shape(x))
     after = ndim - 1 - channel % ndim
-    return b.add([x, reshape_value(b, bias, (*b.shape(bias), *(1,) * after))])
+    return b.add([x, b.reshape(bias, (*b.shape(bias), *(1,) * after))])
 
 
 @rule("linear")
@@ -79,11 +78,11 @@ def multiply_matrices(b: Builder, call: Call, left: Value, right: Value) -> Path
     if isinstance(left, Paths) and left.mixes and isinstance(right, Paths) and len(b.shape(left)) > 1:
         return attend(b, right, queries=b.shape(left)[-2], shape=call.shape)
     if isinstance(left, Paths) and isinstance(right, Weight):
-        weight = right if len(right.shape) > 1 else _weight(reshape_value(b, right, (-1, 1)))
+        weight = right if len(right.shape) > 1 else b.reshape(right, (-1, 1))
         rows = weight_matrix(b, call, weight, transpose=True)
         return b.reshape(b.linear(left, rows), call.shape)
     if isinstance(right, Paths) and isinstance(left, Weight):
-        weight = left if len(left.shape) > 1 else _weight(reshape_value(b, left, (1, -1)))
+        weight = left if len(left.shape) > 1 else b.reshape(left, (1, -1))
         rows = weight_matrix(b, call, weight, transpose=False)
         ndim = len(b.shape(right))
         x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
@@ -100,8 +99,8 @@ def weight_matrix(b: Builder, call: Call, weight: Weight, transpose: bool) -> We
     *lead, _, _ = weight.shape
     if any(n != 1 for n in lead):
         raise Ends(f"{call.name} with a different weight matrix for each of several entries")
-    matrix = _weight(reshape_value(b, weight, weight.shape[-2:]))
-    return _weight(permute_value(b, matrix, (1, 0))) if transpose else matrix
+    matrix = b.reshape(weight, weight.shape[-2:])
+    return b.permute(matrix, (1, 0)) if transpose else matrix
 
 
 def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
@@ -176,7 +175,7 @@ def embedding(b: Builder, call: Call) -> Value:
     table = call.weight("weight")
     rows, width = table.shape
     one_hot = b.begin((rows,), "a one-hot input")
-    columns = _weight(permute_value(b, table, (1, 0))).as_role("embedding")
+    columns = b.permute(table, (1, 0)).as_role("embedding")
     y = b.linear(one_hot, columns)
     return b.expand(b.reshape(y, (1,) * (len(call.shape) - 1) + (width,)), call.shape)
 
@@ -253,13 +252,8 @@ def add(b: Builder, call: Call) -> Value:
 
 @rule("addcmul")
 def addcmul(b: Builder, call: Call) -> Value:
-    scaled = times(b, call, call["tensor1"], call["tensor2"])
-    return b.add([call["self"], times(b, call, scaled, call.get("value", default=1))])
-
-
-def _weight(value: Value) -> Weight:
-    assert isinstance(value, Weight)
-    return value
+    product = times(b, call, call["tensor1"], call["tensor2"])
+    return b.add([call["self"], times(b, call, product, call.get("value", default=1))])
 
 
 def _swap_last(b: Builder, x: Paths) -> Paths:

@@ -1,1 +1,1 @@
-"""The subcommands that train: each has HELP, DESCRIPTION, add_arguments(parser) and run(options)."""
+"""The subcommands of the study."""

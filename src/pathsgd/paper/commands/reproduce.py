@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pathsgd.paper import cost
-from pathsgd.paper.commands.common import add_study, add_study_place, loaded, place_of, reporting, study_of
-from pathsgd.paper.commands.figures import conclude
-from pathsgd.paper.experiment.conduct import conduct
-
-HELP = "the paper's whole study: small by default, or at full size"
-DESCRIPTION = """\
-Runs the paper's experiments: for every data set, method, initialisation and dropout it chooses a
-step size on validation points, then trains on all the training data, evaluating on the test set
-after every epoch. It ends with a table, the paper's seven claims each held, not held or not
-tested with its numbers, the figures and a report.
-
-Without arguments it takes scikit-learn's digits and two hidden layers of 256 units: a few minutes
-on a laptop. `--preset paper` is the full size, on MNIST, CIFAR-10, CIFAR-100 and SVHN, which
-wants a GPU. Every option below changes the preset.
-
-Interrupted by Ctrl-C or worse, the same command goes on where it stopped, and on a CPU ends with
-the same numbers to the last bit. Runs are found by their configuration: a changed study keeps
-what it has in common with the old.
-
-examples:
-  pathsgd reproduce
-  pathsgd reproduce --methods sgd adam path-sgd path-adam --repeats 1
-  pathsgd reproduce --preset paper --dataset mnist cifar10 --device cuda --data-dir ~/data
-  pathsgd reproduce --net conv --hidden 16 32 64 --dropout 0"""
+from pathsgd.paper import TerminalProgress, reproduce
+from pathsgd.paper.commands.figures import print_summary
+from pathsgd.paper.commands.options import StudyCommand, parse_study
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_study(parser)
-    add_study_place(parser, "pathsgd-PRESET")
+@dataclass(frozen=True)
+class Reproduce(StudyCommand):
+    """Runs the paper's experiments.
+
+    For every data set, method, initialisation and dropout it chooses a step size on validation points, then
+    trains on all the training data, evaluating on the test set after every epoch. It ends with a table, the
+    paper's seven claims each held, not held or not tested with its numbers, the figures and a report.
+
+    Without arguments it takes scikit-learn's digits and two hidden layers of 256 units: a few minutes on a
+    laptop. `--preset paper` is the full size, on MNIST, CIFAR-10, CIFAR-100 and SVHN, for a GPU.
+
+    After Ctrl-C or a crash the same command resumes, and on a CPU ends with the same numbers to the last bit.
+    Runs are found by their configuration: a changed study keeps what it has in common with the old. The
+    results go to pathsgd-PRESET, or to --out.
+
+    examples:
+      pathsgd reproduce
+      pathsgd reproduce --methods sgd adam path-sgd path-adam --repeats 1
+      pathsgd reproduce --preset paper --dataset mnist cifar10 --device cuda --data-dir ~/data
+      pathsgd reproduce --net conv --hidden 16 32 64 --dropout 0
+    """
 
 
-def run(options: argparse.Namespace) -> int:
-    study = study_of(options)
+def main(arguments: Sequence[str]) -> int:
+    options = parse_study(Reproduce, arguments, "reproduce")
     out = options.out or Path(f"pathsgd-{options.preset}")
-    datasets = loaded(study.datasets, options)
-    place = place_of(options, datasets, study, study.methods, out)
-    with reporting(options, out) as reporter:
-        results = conduct(study, datasets, place, reporter)
-        reporter.say("timing a step")
-        cost.write(cost.measured(study, results.data[study.datasets[0]], place.device), out)
-        conclude(results)
+    progress = TerminalProgress(options.quiet)
+    print_summary(reproduce(options.study.to_study(), out, options.setup, progress=progress))
     return 0

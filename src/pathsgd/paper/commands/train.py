@@ -2,82 +2,74 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import math
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from pathsgd.console.options import add_options, from_json, given, merged
-from pathsgd.paper.commands.common import add_place, loaded, place_of, reporting
-from pathsgd.paper.experiment import store
-from pathsgd.paper.experiment.config import Run
-from pathsgd.paper.experiment.execute import execute
-from pathsgd.paper.experiment.manifest import note
-from pathsgd.paper.experiment.methods import METHODS, method
-from pathsgd.paper.experiment.problem import checksum, problem_of
-from pathsgd.paper.experiment.record import Folder, Line
+from tyro.conf import arg
 
-HELP = "one training run"
-DESCRIPTION = f"""\
-Trains one network and records loss and error after every epoch in DIR/runs/NAME/metrics.jsonl,
-with its configuration beside it and a checkpoint that torch.load(..., weights_only=True) reads.
-Interrupted, the same command goes on from the checkpoint. A run that diverges is recorded as
-diverged; the exit code is then 1.
-
-methods:
-{chr(10).join(f"  {name:14} {kind.label}" for name, kind in METHODS.items())}
-Muon takes matrices only; what is none (biases, convolutions) moves by SGD at the same step size.
-
-examples:
-  pathsgd train --method path-sgd --step-size 0.1 --hidden 256 256
-  pathsgd train --dataset mnist --method adam --step-size 1e-4 --dropout 0.5 --epochs 50 --device cuda
-  pathsgd train --config pathsgd-train/runs/NAME/config.json --epochs 40"""
+from pathsgd.console.command_line import parse, parse_known
+from pathsgd.paper import Run, Setup, TerminalProgress, train
+from pathsgd.paper.commands.options import RunOptions
+from pathsgd.paper.config_json import from_json
+from pathsgd.paper.progress import describe_metrics
+from pathsgd.paper.records.json_files import read_json
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="start from a configuration: the config.json of a run"
-    )
-    add_options(parser.add_argument_group("the run"), Run)
-    add_place(parser, "pathsgd-train")
+@dataclass(frozen=True)
+class Source:
+    """Where the defaults of the other options come from."""
+
+    config: Path | None = None
+    """start from a configuration: the config.json of a run"""
 
 
-def run(options: argparse.Namespace) -> int:
-    start = Run()
-    if options.config is not None:
-        start = from_json(Run, store.read_json(options.config), str(options.config))
-    config = merged(start, given(options, Run))
-    method(config.method)
-    out = options.out or Path("pathsgd-train")
-    datasets = loaded([config.dataset], options)
-    place = place_of(options, datasets, config, [config.method], out, keep_checkpoints=True)
-    config = dataclasses.replace(config, data=checksum(datasets[config.dataset]))
-    with reporting(options, out) as reporter:
-        problem = problem_of(datasets[config.dataset], config, place.device)
-        reporter.phase(method(config.method).label, config.epochs)
+@dataclass(frozen=True)
+class Train(Source):
+    """Trains one network.
 
-        def watch(run: Run, line: Line) -> None:
-            reporter.epoch(run, line)
-            reporter.say(described(line))
+    Loss and error after every epoch are recorded in DIR/runs/NAME/metrics.jsonl, with the configuration
+    beside it and a checkpoint that torch.load(..., weights_only=True) reads. After Ctrl-C or a crash the same
+    command resumes from the checkpoint. A run that diverges is recorded as diverged, and the exit code is 1.
 
-        before = Folder(place.runs, config).recorded()
-        if before is None:
-            note(place.runs / config.name / "manifest.json", place.device)
-        ended = execute(config, problem, place.runs, watch, place.habits)
-        reporter.ended(ended)
-    print(f"{ended.status}{f': {ended.reason}' if ended.reason else ''}: {described(ended.lines[-1])}")
-    print(f"{'recorded before' if before == ended else 'recorded'} in {place.runs / config.name}")
-    return 1 if ended.status == "diverged" else 0
+    Muon takes matrices only; other parameters (biases, convolutions) are trained by SGD at the same rate.
 
+    --net my_package.nets:make or --net nets.py:make trains a network of your own. make(features, classes) has
+    to return an nn.Module that maps inputs (n, features) to outputs (n, classes). It is trained with the
+    weights it draws, and rescaled first by --init unbalanced; --hidden and --dropout do not apply. The run is
+    found by the name of the function: after a change of its code, take another --out.
 
-def described(line: Line) -> str:
-    rest = ", ".join(
-        f"{name.replace('_', ' ')} {_number(name, value)}" for name, value in line.items() if name != "epoch"
-    )
-    return f"epoch {line['epoch']}: {rest}"
+    examples:
+      pathsgd train --method path-sgd --lr 0.1 --hidden 256 256
+      pathsgd train --dataset mnist --method adam --lr 1e-4 --dropout 0.5 --epochs 50 --device cuda
+      pathsgd train --net nets.py:make --dataset mine=features.npz --method path-adam --lr 0.01
+      pathsgd train --config pathsgd-train/runs/NAME/config.json --epochs 40 --json
+    """
+
+    run: Annotated[RunOptions, arg(name="")] = field(default_factory=RunOptions)
+    setup: Annotated[Setup, arg(name="")] = field(default_factory=Setup)
+    out: Path = Path("pathsgd-train")
+    """folder of the results"""
+    quiet: bool = False
+    """print results only"""
+    json: bool = False
+    """print JSON, and no progress"""
 
 
-def _number(name: str, value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "not finite"
-    return f"{value:.2%}" if name.endswith("error") else f"{value:.4g}"
+def main(arguments: Sequence[str]) -> int:
+    source = parse_known(Source, arguments, "train").config
+    start = Run() if source is None else from_json(Run, read_json(source), str(source))
+    options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
+    progress = TerminalProgress(options.quiet or options.json, every_epoch=True)
+    record = train(options.run.to_run(), options.out, options.setup, progress=progress)
+    folder = options.out / "runs" / record.run.name
+    if options.json:
+        found = {"folder": str(folder), "status": record.status, "reason": record.reason,
+                 "run": asdict(record.run), "epochs": record.lines}  # fmt: skip
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        status = f"{record.status}: {record.reason}" if record.reason else record.status
+        print(f"{status}: {describe_metrics(record.lines[-1])}\nrecorded in {folder}")
+    return 1 if record.status == "diverged" else 0

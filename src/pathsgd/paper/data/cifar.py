@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import MOST_EXAMPLES, RENEW, check_labels, read_at_most, reading
+from pathsgd import PathError
 from pathsgd.paper.data.dataset import Split
+from pathsgd.paper.data.file_checks import MOST_EXAMPLES, RENEW, check_labels, read_at_most, reading
 
 PIXELS = 3 * 32 * 32
 

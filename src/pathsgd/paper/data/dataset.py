@@ -1,4 +1,4 @@
-"""A data set in memory: images stay bytes, and become floats in [0, 1] when they are asked for."""
+"""A data set in memory: images are kept as bytes, and become floats in [0, 1] when they are used."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pathsgd.errors import PathError
+from pathsgd import PathError
 
 Split = tuple[Tensor, Tensor]
 """Inputs (n, features) and labels (n,) int64."""
+LARGEST_INPUT = math.sqrt(torch.finfo(torch.float32).max)
 
 
-def called(dataset: str) -> str:
-    """Of ``name=path.npz`` the name; others are named as they are asked for.
+def short_name(dataset: str) -> str:
+    """The name in ``name=path.npz``; other data sets keep theirs.
 
-    >>> called("mine=data/features.npz"), called("mnist")
+    >>> short_name("mine=data/features.npz"), short_name("mnist")
     ('mine', 'mnist')
     """
     return dataset.partition("=")[0]
@@ -25,12 +26,16 @@ def called(dataset: str) -> str:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs are rows; ``scaled`` makes any of them, a batch or all, ready for a network.
+    """Inputs as rows, and labels. ``scaled`` makes any rows ready for a network.
 
-    >>> x = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
-    >>> data = Dataset("two", (2,), 2, x, torch.tensor([0, 1]), x[:1], torch.tensor([0]))
-    >>> data.features, data.scaled(data.train_x[1:])
-    (2, tensor([[0.2000, 0.4000]]))
+    Raises:
+        PathError: Shapes, types or labels do not fit each other.
+
+    Example:
+        >>> x = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
+        >>> data = Dataset("two", (2,), 2, x, torch.tensor([0, 1]), x[:1], torch.tensor([0]))
+        >>> data.features, data.scaled(data.train_x[1:])
+        (2, tensor([[0.2000, 0.4000]]))
     """
 
     name: str
@@ -79,6 +84,22 @@ class Dataset:
     def test(self) -> Split:
         """All test inputs, scaled, and their labels."""
         return self.scaled(self.test_x), self.test_y
+
+
+def check_learnable(data: Dataset, where: str = "") -> None:
+    """Refuses data that no network can learn from; ``where`` names its file."""
+    where, labels = where or data.name, data.train_y.unique()
+    if len(labels) < 2:
+        raise PathError(f"{where} has one class in its training labels: expected two or more")
+    unknown = sorted(set(data.test_y.unique().tolist()) - set(labels.tolist()))
+    if unknown:
+        names = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        raise PathError(f"{where} has test labels that no training example has: {names}")
+    largest = max(float(x.abs().max()) for x in (data.train_x.float(), data.test_x.float()))
+    if largest > LARGEST_INPUT:
+        raise PathError(
+            f"{where} has inputs as large as {largest:.2g}, whose squares overflow float32: scale them down"
+        )
 
 
 TABLE_1 = ("data set", "dimensionality", "classes", "training set", "test set")

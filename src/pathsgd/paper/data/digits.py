@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from pathsgd.console.extras import optional
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.dataset import Dataset
 
 EVERY = 5
 
 
 def read_digits() -> Dataset:
-    bunch = optional("sklearn.datasets", "digits").load_digits()
+    bunch = import_optional("sklearn.datasets", "digits").load_digits()
     x = torch.tensor(bunch.data).to(torch.uint8)
     y = torch.tensor(bunch.target).long()
     nth = torch.nn.functional.one_hot(y).cumsum(0).gather(1, y[:, None])[:, 0]  # of its class, from 1

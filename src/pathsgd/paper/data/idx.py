@@ -14,16 +14,9 @@ from typing import BinaryIO, cast
 import torch
 from torch import Tensor
 
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import (
-    MOST_EXAMPLES,
-    RENEW,
-    check_counts,
-    check_labels,
-    read_at_most,
-    reading,
-)
+from pathsgd import PathError
 from pathsgd.paper.data.dataset import Split
+from pathsgd.paper.data.file_checks import MOST_EXAMPLES, RENEW, check_labels, read_at_most, reading
 
 GZIP = b"\x1f\x8b"
 
@@ -31,7 +24,11 @@ GZIP = b"\x1f\x8b"
 def read_mnist(images: Path, labels: Path) -> Split:
     x = read_idx(images, (28, 28))
     y = read_idx(labels, ()).long()
-    check_counts(len(x), images, len(y), labels)
+    if len(x) != len(y):
+        raise PathError(
+            f"{images} has {len(x)} images and {labels.name} {len(y)} labels, expected as many: put the two "
+            "files of one data set there"
+        )
     check_labels(y, 10, labels)
     return x.flatten(1), y
 

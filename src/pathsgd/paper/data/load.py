@@ -11,39 +11,51 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import one_line
+from pathsgd import PathError
+from pathsgd.paper.data.archive import unpack
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.digits import read_digits
 from pathsgd.paper.data.download import check_sha256, fetch
-from pathsgd.paper.data.find import Found, find
+from pathsgd.paper.data.file_checks import one_line
+from pathsgd.paper.data.local_files import LocalFiles, find_files
 from pathsgd.paper.data.npz import read_npz
-from pathsgd.paper.data.sources import SOURCES, Source
-from pathsgd.paper.data.unpack import unpack
+from pathsgd.paper.data.sources import SOURCES, DatasetSource
 
 NAMES = ("digits", *SOURCES)
 
 
 def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> Dataset:
-    """The data set ``digits``, ``mnist``, ``cifar10``, ``cifar100`` or ``svhn``, or ``name=path.npz``.
+    """Loads a data set.
 
-    Files are looked for in ``data_dir`` (else ``default_data_dir``) and downloaded to it where they are
-    missing and ``download`` allows it. Whatever is wrong with them is a PathError of one line.
+    Args:
+        name: ``digits``, ``mnist``, ``cifar10``, ``cifar100``, ``svhn``, or ``name=path.npz``.
+        data_dir: Where its files are and downloads go; by default $PATHSGD_DATA, or ~/.cache/pathsgd/data.
+        download: Whether missing files may be downloaded.
+
+    Returns:
+        The data set in memory.
+
+    Raises:
+        PathError: There is no such data set, or its files are missing, damaged or not the original.
+
+    Example:
+        >>> load("digits").features
+        64
     """
     own, is_file, path = name.partition("=")
     if is_file:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", own):
             raise PathError(f"{own!r} cannot name a data set: use letters, digits, '.', '_' and '-'")
-        return read_npz(own, _home(path))
+        return read_npz(own, _expand_home(path))
     if name == "digits":
         return read_digits()
-    source = source_named(name)
+    source = find_source(name)
     paths = obtain(source, data_dir or default_data_dir(), download)
     (train_x, train_y), (test_x, test_y) = source.read(paths)
     return Dataset(name, source.shape, source.classes, train_x, train_y, test_x, test_y)
 
 
-def source_named(name: str) -> Source:
+def find_source(name: str) -> DatasetSource:
     try:
         return SOURCES[name]
     except KeyError:
@@ -55,10 +67,10 @@ def source_named(name: str) -> Source:
 
 def default_data_dir() -> Path:
     """$PATHSGD_DATA, or ~/.cache/pathsgd/data."""
-    return _home(os.environ.get("PATHSGD_DATA") or "~/.cache/pathsgd/data")
+    return _expand_home(os.environ.get("PATHSGD_DATA") or "~/.cache/pathsgd/data")
 
 
-def _home(path: str) -> Path:
+def _expand_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -67,26 +79,26 @@ def _home(path: str) -> Path:
         ) from error
 
 
-def obtain(source: Source, data_dir: Path, download: bool) -> dict[str, Path]:
+def obtain(source: DatasetSource, data_dir: Path, download: bool) -> dict[str, Path]:
     """The paths of a data set's files, downloaded or unpacked where they are missing. Found ones are kept."""
-    found = find(source, data_dir)
+    found = find_files(source, data_dir)
     archive = source.archive
     if found.missing and (download or (archive is not None and (data_dir / archive.name).is_file())):
-        with _alone(data_dir):
-            found = find(source, data_dir)  # another process may have been at it
+        with _lock(data_dir):
+            found = find_files(source, data_dir)  # another process may have written them
             if archive is not None and found.missing:
                 _unpack(source, data_dir, found)
             elif archive is None:
                 for remote in source.remotes:
                     if remote.name in found.missing:
                         fetch(remote, found.folder)
-        found = find(source, data_dir)
+        found = find_files(source, data_dir)
     if found.missing:
-        raise PathError(absent(source, data_dir, found))
+        raise PathError(describe_missing(source, data_dir, found))
     return found.paths
 
 
-def _unpack(source: Source, data_dir: Path, found: Found) -> None:
+def _unpack(source: DatasetSource, data_dir: Path, found: LocalFiles) -> None:
     archive = source.archive
     assert archive is not None
     path = data_dir / archive.name
@@ -100,7 +112,7 @@ def _unpack(source: Source, data_dir: Path, found: Found) -> None:
         path.unlink()
 
 
-def absent(source: Source, data_dir: Path, found: Found) -> str:
+def describe_missing(source: DatasetSource, data_dir: Path, found: LocalFiles) -> str:
     """What is missing, and how to get it."""
     name = next(key for key, value in SOURCES.items() if value.title == source.title)
     if found.paths:
@@ -111,7 +123,7 @@ def absent(source: Source, data_dir: Path, found: Found) -> str:
 
 
 @contextmanager
-def _alone(data_dir: Path) -> Iterator[None]:
+def _lock(data_dir: Path) -> Iterator[None]:
     """One process writes to a data folder at a time; others wait, and find the files there."""
     lock = FileLock(data_dir / ".lock")
     try:

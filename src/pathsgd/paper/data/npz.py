@@ -1,24 +1,22 @@
 """Any data set in an npz file: train_x, train_y, test_x, test_y, read without unpickling anything.
 
-Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255. Floats
-have to be finite and are taken as they are: whether they lie in [0, 1] is the writer's business. Labels are
-whole numbers from 0; there are as many classes as the largest one says.
+Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255; floats
+have to be finite and are taken as they are. Labels are whole numbers from 0.
 """
 
 from __future__ import annotations
 
-import math
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pathsgd.console.extras import optional
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import one_line
-from pathsgd.paper.data.dataset import Dataset
+from pathsgd import PathError
+from pathsgd.console.optional_imports import import_optional
+from pathsgd.paper.data.dataset import Dataset, check_learnable
+from pathsgd.paper.data.file_checks import one_line
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 LARGEST = 4 << 30
@@ -29,7 +27,6 @@ MOST_CLASSES = 1 << 16
 def read_npz(name: str, path: Path) -> Dataset:
     if not path.is_file():
         raise PathError(f"{path} is not a file: name one as {name}=FILE.npz")
-    optional("numpy", f"reading {path.name}")
     arrays = _read(path)
     inputs = {split: _inputs(arrays[f"{split}_x"], path, f"{split}_x") for split in ("train", "test")}
     labels = {split: _labels(arrays[f"{split}_y"], path, f"{split}_y") for split in ("train", "test")}
@@ -47,54 +44,32 @@ def read_npz(name: str, path: Path) -> Dataset:
         )
     shape = tuple(train.shape[1:])
     classes = 1 + max(int(y.max()) for y in labels.values())
-    return Dataset(
+    data = Dataset(
         name, (1, *shape) if len(shape) == 2 else shape, classes,
         train.flatten(1), labels["train"], test.flatten(1), labels["test"],
         255.0 if train.dtype == torch.uint8 else 1.0,
     )  # fmt: skip
+    check_learnable(data, str(path))
+    return data
 
 
 def _read(path: Path) -> dict[str, Any]:
+    numpy = import_optional("numpy", f"reading {path.name}")
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            missing = [name for name in NAMES if f"{name}.npy" not in members]
-            if missing:
-                raise PathError(
-                    f"{path} lacks {', '.join(missing)}: save {', '.join(NAMES)} with numpy.savez"
-                )
-            total = sum(members[f"{name}.npy"].file_size for name in NAMES)
-            if total > LARGEST:
-                raise PathError(
-                    f"{path} claims {total} bytes of arrays, expected at most {LARGEST}: save fewer"
-                )
-            return {name: _array(archive, members[f"{name}.npy"], path, name) for name in NAMES}
-    except PathError:
-        raise
+            sizes = {info.filename.removesuffix(".npy"): info.file_size for info in archive.infolist()}
+        missing = [name for name in NAMES if name not in sizes]
+        total = sum(sizes[name] for name in NAMES if name in sizes)
+        if not missing and total <= LARGEST:
+            with numpy.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in NAMES}
     except Exception as error:  # whatever a broken file makes zipfile and numpy raise
         raise PathError(
             f"{path} is no sound npz file ({one_line(error)}): write it anew with numpy.savez"
         ) from error
-
-
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name: str) -> Any:
-    """One array. Its header is held against the size of its file before numpy makes room for it."""
-    form = optional("numpy.lib.format", f"reading {path.name}")
-    with archive.open(member) as opened:
-        stream = cast(BinaryIO, opened)
-        version = form.read_magic(stream)
-        header = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
-        shape, _, kind = header(stream)
-        claimed, held = math.prod(shape) * kind.itemsize, member.file_size - stream.tell()
-    if kind.hasobject or kind.kind not in "biuf":
-        raise PathError(
-            f"{path} has {name} of type {kind}, expected numbers (nothing is ever unpickled): save a plain "
-            "array"
-        )
-    if claimed != held:
-        raise PathError(f"{path} has {name} {shape} of {claimed} bytes and holds {held}: write it anew")
-    with archive.open(member) as opened:
-        return form.read_array(opened, allow_pickle=False)
+    if missing:
+        raise PathError(f"{path} lacks {', '.join(missing)}: save {', '.join(NAMES)} with numpy.savez")
+    raise PathError(f"{path} claims {total} bytes of arrays, expected at most {LARGEST}: save fewer")
 
 
 def _inputs(array: Any, path: Path, name: str) -> Tensor:
@@ -109,9 +84,7 @@ def _inputs(array: Any, path: Path, name: str) -> Tensor:
         raise PathError(
             f"{path} has {name} of type {array.dtype}, expected uint8 or floats: convert it first"
         )
-    numpy = optional("numpy", f"reading {path.name}")
-    with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
-        x = torch.tensor(array.astype("float32"))
+    x = torch.tensor(array).float()
     if not bool(torch.isfinite(x).all()):
         raise PathError(f"{path} has {name} with values that are not finite in float32: mend or drop them")
     return x

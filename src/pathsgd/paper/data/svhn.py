@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 import torch
 
-from pathsgd.console.extras import optional
-from pathsgd.errors import PathError
-from pathsgd.paper.data.checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, reading
+from pathsgd import PathError
+from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.data.dataset import Split
+from pathsgd.paper.data.file_checks import CHUNK, MOST_EXAMPLES, RENEW, check_labels, one_line, reading
 
 COMPRESSED = 15
 HEADER = 128
@@ -22,7 +22,7 @@ INFLATED = 2 << 30
 
 
 def read_svhn(path: Path) -> Split:
-    matlab = optional("scipy.io", f"reading {path.name}")
+    matlab = import_optional("scipy.io", f"reading {path.name}")
     with reading(path), path.open("rb") as stream:
         _check_inflated(stream, path)
         stream.seek(0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pathsgd.paper.experiment.record import Recorded
+from pathsgd.paper.records.run_folder import RunRecord
 
 Point = tuple[int, float]
 
@@ -39,7 +39,7 @@ class Curve:
         return found or self.mean[-1:]
 
 
-def curve_of(runs: Sequence[Recorded], name: str, last: int) -> Curve:
+def curve_of(runs: Sequence[RunRecord], name: str, last: int) -> Curve:
     """One of the recorded numbers over the epochs 0 to ``last``."""
     own = [_usable(run, name)[: last + 1] for run in runs]
     common = min(map(len, own), default=0)
@@ -59,15 +59,15 @@ def curve_of(runs: Sequence[Recorded], name: str, last: int) -> Curve:
     )
 
 
-def _usable(run: Recorded, name: str) -> list[float]:
+def _usable(run: RunRecord, name: str) -> list[float]:
     """Without the epoch in which a run diverged: its errors are those of a network of nans."""
     values = run.curve(name)
     return list(takewhile(math.isfinite, values[:-1] if run.status == "diverged" else values))
 
 
 @dataclass(frozen=True)
-class Range:
-    """Of a vertical axis."""
+class AxisRange:
+    """The range of a vertical axis."""
 
     low: float
     high: float
@@ -87,32 +87,32 @@ def settled(last: int) -> int:
     return min(max(2, round(0.06 * last)), last)
 
 
-def loss_range(reference: Sequence[Curve]) -> Range:
+def loss_range(reference: Sequence[Curve]) -> AxisRange:
     """From the least loss to a little more than the first; logarithmic where that is far."""
     values = [v for curve in reference for v in curve.low + _tails(curve) if v > 0]
     if not values:
-        return Range(0.0, 1.0)
+        return AxisRange(0.0, 1.0)
     low, first = min(values), max((curve.high[0] for curve in reference if curve.high), default=1.0)
     high = max(first, low)
     if high > 10 * low:
-        return Range(low / 1.5, high * 1.6, log=True)
+        return AxisRange(low / 1.5, high * 1.6, log=True)
     span = (high - low) or high
-    return Range(max(low - 0.06 * span, 0.0), high + 0.06 * span)
+    return AxisRange(max(low - 0.06 * span, 0.0), high + 0.06 * span)
 
 
-def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) -> Range:
+def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) -> AxisRange:
     """Where the reference settles. The rest of the curves may widen it by what does not hurt them."""
     first = settled(last)
     values = [v for curve in reference for v in _from(curve, first)]
     if not values:
-        return Range(0.0, 1.0)
+        return AxisRange(0.0, 1.0)
     low, high = min(values), max(values)
     span = max(high - low, 0.005)
     most = max([v for c in others if (v := c.last) <= low + 2 * span] + [high])
     top = max(most, low + span)
     bottom = low - 0.07 * (top - low)
     # Room below zero, so that a curve on the axis is seen; no more than that.
-    return Range(max(bottom, -0.03 * top), top + 0.07 * (top - low))
+    return AxisRange(max(bottom, -0.03 * top), top + 0.07 * (top - low))
 
 
 def _from(curve: Curve, first: int) -> list[float]:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-from pathsgd.paper.experiment.methods import method
-from pathsgd.paper.experiment.results import Results
-from pathsgd.paper.experiment.study import Cell
+from pathsgd.paper.config import Cell
 from pathsgd.paper.figures.curves import curve_of, loss_range, settled
-from pathsgd.paper.figures.examples import explosion, poor_updates
-from pathsgd.paper.figures.learning import Look, draw_curve
-from pathsgd.paper.figures.networks import draw_example
-from pathsgd.paper.figures.style import LINES, clean, drawable, size, title_of
+from pathsgd.paper.figures.learning_curves import CurveStyle, draw_curve, set_ranges
+from pathsgd.paper.figures.network_diagram import draw_example
+from pathsgd.paper.figures.one_step_examples import explosion, poor_updates
+from pathsgd.paper.figures.style import LINES, clean_axes, drawable, format_size, title_of
+from pathsgd.paper.optimizers import METHODS
+from pathsgd.paper.records.study_results import StudyResults
 
-LOOKS = {
-    "balanced": Look("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
-    "unbalanced": Look("#0b3c7d", "s", LINES["unbalanced"], 1.8, filled=False, band=True),
+STYLES = {
+    "balanced": CurveStyle("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
+    "unbalanced": CurveStyle("#0b3c7d", "s", LINES["unbalanced"], 1.8, filled=False, band=True),
 }
 """The paper's colours: balanced red, unbalanced blue."""
 
 
-def draw_figure1(results: Results) -> Any:
+def draw_figure1(results: StudyResults) -> Any:
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(11, 7.2), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.15))
     left, right = top.subfigures(1, 2, width_ratios=(1, 1.6))
     a, b, c = left.subplots(), right.subplots(), bottom.subplots()
-    training(a, results)
+    _draw_training(a, results)
     draw_example(b, explosion(), width=0.57)
     b.set_title("(b) Weight explosion: $x = 1$, $\\delta = -1$, step size 1", pad=10)
     draw_example(c, poor_updates(), width=0.64)
@@ -36,24 +37,21 @@ def draw_figure1(results: Results) -> Any:
     return figure
 
 
-def compared(results: Results) -> tuple[Cell, Cell] | None:
-    """The balanced and the unbalanced cell of panel (a): of SGD on MNIST without dropout, or what comes next
-    to it. None if no data set has both."""
+def find_pair(results: StudyResults) -> tuple[Cell, Cell] | None:
+    """The balanced and the unbalanced cell of panel (a): SGD on MNIST without dropout, or what is nearest."""
     study = results.study
-    methods = [m for m in ("sgd", *study.methods) if m in study.methods and not method(m).invariant]
+    methods = sorted((m for m in study.methods if not METHODS[m].invariant), key=lambda name: name != "sgd")
     datasets = sorted(study.datasets, key=lambda name: name != "mnist")
-    for name in dict.fromkeys(methods):
-        for dropout in sorted(study.dropouts):
-            for dataset in datasets:
-                pair = Cell(dataset, dropout, "balanced", name), Cell(dataset, dropout, "unbalanced", name)
-                if all(cell in results.finals for cell in pair) and results.finals[pair[0]]:
-                    return pair
+    for name, dropout, dataset in itertools.product(methods, sorted(study.dropouts), datasets):
+        pair = Cell(dataset, dropout, "balanced", name), Cell(dataset, dropout, "unbalanced", name)
+        if all(cell in results.finals for cell in pair) and results.finals[pair[0]]:
+            return pair
     return None
 
 
-def training(axes: Any, results: Results) -> None:
+def _draw_training(axes: Any, results: StudyResults) -> None:
     """Panel (a)."""
-    pair = compared(results)
+    pair = find_pair(results)
     if pair is None:
         axes.set_title("(a) Training with SGD, balanced and unbalanced")
         axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="0.4")
@@ -63,26 +61,21 @@ def training(axes: Any, results: Results) -> None:
     last = results.study.epochs
     curves = {cell: curve_of(results.finals[cell], "train_loss", last) for cell in pair}
     shown = loss_range([curves[pair[0]]])
-    for cell, curve in curves.items():
-        runs = results.finals[cell]
-        how = f"step size {size(runs[0].run.step_size)}" if runs else "no step size ended well"
+    for k, (cell, curve) in enumerate(curves.items()):
+        records = results.finals[cell]
+        how = f"step size {format_size(records[0].run.step_size)}" if records else "no step size ended well"
         if shown.leaves(curve.values(settled(last))):
             how += f", beyond at {curve.last:.3g}"
         if curve.ends:
-            how += f", {len(curve.ends)} of {len(runs)} diverged"
+            how += f", {len(curve.ends)} of {len(records)} diverged"
         label = f"{cell.init}, {how}"
-        draw_curve(
-            axes, curve, LOOKS[cell.init], shown, offset=0.5 * (cell is pair[1]), last=last, label=label
-        )
-    if shown.log:
-        axes.set_yscale("log")
-    axes.set_ylim(shown.low, shown.high)
-    axes.set_xlim(-0.01 * last, last * 1.01)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+        draw_curve(axes, curve, STYLES[cell.init], shown, offset=0.5 * k, last=last, label=label)
+    set_ranges(axes, shown, last)
     dropout = f", dropout {pair[0].dropout:g}" if pair[0].dropout else ""
-    axes.set_title(f"(a) {method(pair[0].method).label} on {drawable(title_of(pair[0].dataset))}{dropout}")
+    method, dataset = METHODS[pair[0].method].label, drawable(title_of(pair[0].dataset))
+    axes.set_title(f"(a) {method} on {dataset}{dropout}")
     axes.set_xlabel("epoch")
     axes.set_ylabel("cross-entropy training loss")
     # Below the panel: the curves may be anywhere in it.
     axes.figure.legend(frameon=False, fontsize=8, handlelength=3.4, loc="outside lower center")
-    clean(axes)
+    clean_axes(axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pathsgd.paper.data.dataset import called
+from pathsgd.paper.data.dataset import short_name
 from pathsgd.paper.data.sources import SOURCES
 
 METHOD_STYLES: dict[str, tuple[str, str]] = {
@@ -41,7 +41,7 @@ def method_style(name: str) -> tuple[str, str]:
 
 def title_of(dataset: str) -> str:
     """``mnist`` is MNIST; of ``name=path.npz`` the name."""
-    return SOURCES[dataset].title if dataset in SOURCES else called(dataset)
+    return SOURCES[dataset].title if dataset in SOURCES else short_name(dataset)
 
 
 def drawable(text: str) -> str:
@@ -50,17 +50,17 @@ def drawable(text: str) -> str:
     return (shown if len(shown) <= 24 else shown[:23] + "…").replace("$", r"\$")
 
 
-def size(value: float) -> str:
+def format_size(value: float) -> str:
     """A step size: 0.01, 1e-5."""
     return f"{value:g}".replace("e-0", "e-")
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Of an error: as many digits as tell small ones apart."""
     return f"{value:.{0 if value >= 0.1 else 1 if value >= 0.01 else 2}%}"
 
 
-def clean(axes: Any) -> None:
+def clean_axes(axes: Any) -> None:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,76 @@
+"""Which units can only be rescaled by one common factor, told by tensors of unit numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.nodes import Shape, Stored
+from pathsgd.graph.union_find import UnionFind
+from pathsgd.graph.views import view_tensor
+
+FIXED = 0
+"""The unit that cannot be rescaled: what is tied to it cannot be, either."""
+
+
+class UnitTies(UnionFind):
+    """Union-find over units, by tensors of their numbers. Tensors have size one along axes on which they do
+    not change."""
+
+    def __init__(self) -> None:
+        super().__init__(FIXED + 1)
+
+    def fresh(self, shape: Shape) -> Tensor:
+        """Units of their own."""
+        numbers = self.grow(math.prod(shape))
+        return torch.arange(numbers.start, numbers.stop).reshape(shape)
+
+    def tie(self, a: Tensor, b: Tensor) -> None:
+        """Units in the same place become one class."""
+        a, b = torch.broadcast_tensors(a, b)
+        pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
+        for x, y in pairs.tolist():
+            self.union(x, y)
+
+    def fix(self, ids: Tensor) -> None:
+        """These units cannot be rescaled."""
+        self.tie(ids, torch.full((1,), FIXED))
+
+    def tie_along(self, ids: Tensor, dims: list[int]) -> Tensor:
+        """The units along ``dims`` become one class."""
+        for dim in dims:
+            if ids.shape[dim] > 1:
+                first = ids.narrow(dim, 0, 1)
+                self.tie(ids, first)
+                ids = first
+        return ids
+
+    def to_parameter(self, stored: Stored, edges: Shape, ids: Tensor, shape: Shape) -> Tensor:
+        """Ids on a weight's entries, as ids on the entries of its parameter."""
+        # An entry of the parameter that is broadcast over several edges ties them together.
+        extra = len(edges) - len(stored.shape)
+        ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
+        repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
+        ids = self.tie_along(ids, repeated)
+        ids = ids.reshape(ids.shape[extra:])
+        if not stored.views:
+            return ids
+        index = torch.arange(math.prod(shape)).reshape(shape)
+        for view in stored.views:
+            index = view_tensor(view, index)
+        places, values = index.flatten(), ids.expand(index.shape).flatten()
+        result = torch.full((math.prod(shape),), FIXED)
+        result[places] = values
+        self.tie(values, result[places])
+        return compress(result.reshape(shape))
+
+
+def compress(ids: Tensor) -> Tensor:
+    """``ids`` with size one along every axis on which they do not change."""
+    for dim in range(ids.dim()):
+        first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids
+        if ids.shape[dim] > 1 and bool((ids == first).all()):
+            ids = first
+    return ids

@@ -1,0 +1,193 @@
+"""What a study has found, read from its folder: all that figures, tables and claims are made from.
+
+study.json     the configuration
+data.json      the data sets as they were loaded
+choices.json   the step sizes that were tried and chosen
+cost.json      the time of a training step
+manifest.json  how and where the runs were trained
+runs/          a folder for each run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pathsgd import PathError
+from pathsgd.paper.config import Cell, Run, Study
+from pathsgd.paper.config_json import from_json
+from pathsgd.paper.data.dataset import Dataset, short_name
+from pathsgd.paper.optimizers import find_method
+from pathsgd.paper.records.checksum import checksum_dataset
+from pathsgd.paper.records.json_files import read_json
+from pathsgd.paper.records.manifest import Manifest, read_manifests
+from pathsgd.paper.records.run_folder import RunRecord, read_record
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """A data set as it was loaded."""
+
+    checksum: str
+    shape: tuple[int, ...]
+    classes: int
+    train: int
+    test: int
+
+    @classmethod
+    def of(cls, data: Dataset) -> DataInfo:
+        return cls(
+            checksum_dataset(data), data.shape, data.classes, len(data.train_y), len(data.test_y)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The search run of one step size."""
+
+    step_size: float
+    status: str
+    best_error: float
+    best_epoch: int
+    reason: str
+    run: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The step size chosen for a cell, and all that were tried.
+
+    Attributes:
+        cell: Data set, dropout, initialisation and method.
+        step_size: The one with the lowest validation error; None if no run ended well.
+        tried: One trial for each step size.
+    """
+
+    cell: Cell
+    step_size: float | None
+    tried: list[Trial]
+
+    def final_runs(self, study: Study, data: str) -> list[Run]:
+        """The runs on all the training data; for an invariant method one more, rescaled by powers of two."""
+        if self.step_size is None:
+            return []
+        exact = study.exact_run(self.cell, data, self.step_size)
+        runs = study.final_runs(self.cell, data, self.step_size)
+        return [*runs, exact] if exact else runs
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice as plain data."""
+        return dataclasses.asdict(self)
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial of the chosen step size."""
+        return next((trial for trial in self.tried if trial.step_size == self.step_size), None)
+
+    def __str__(self) -> str:
+        counts = {s: sum(t.status == s for t in self.tried) for s in ("diverged", "stopped")}
+        rest = "".join(f", {count} {status}" for status, count in counts.items() if count)
+        name, tried = describe(self.cell), f"of {len(self.tried)} tried{rest}"
+        if self.best is None:
+            return f"{name}: no step size ended well ({tried})"
+        return (
+            f"{name}: step size {self.best.step_size:g}{self._edge()} ({tried}), validation error "
+            f"{self.best.best_error:.2%} in epoch {self.best.best_epoch}"
+        )
+
+    def _edge(self) -> str:
+        """A note where a better step size may lie outside of those tried."""
+        sizes = [trial.step_size for trial in self.tried]
+        if len(sizes) < 3 or self.step_size not in (min(sizes), max(sizes)):
+            return ""
+        return ", the largest tried" if self.step_size == max(sizes) else ", the smallest tried"
+
+
+def describe(of: Cell | Run) -> str:
+    """Data set, method and initialisation in a few words."""
+    dropout = f", dropout {of.dropout:g}" if of.dropout else ""
+    return f"{short_name(of.dataset)}, {find_method(of.method).label}, {of.init}{dropout}"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The time of a whole training step on the study's network, with SGD and with Path-SGD."""
+
+    net: str
+    device: str
+    sgd_us: float
+    path_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.path_us / self.sgd_us
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """A finished study.
+
+    Attributes:
+        out: Its folder.
+        study: Its configuration.
+        data: The data sets as they were loaded.
+        choices: The step size of every cell.
+        finals: The final runs of each cell, one for each repeat; none where no step size ended well.
+        exact: For balanced cells of invariant methods the first final run again, rescaled by powers of two.
+        manifests: How and where the runs were trained.
+        cost: The time of a step; None if it was not measured.
+    """
+
+    out: Path
+    study: Study
+    data: dict[str, DataInfo]
+    choices: list[Choice]
+    finals: dict[Cell, list[RunRecord]]
+    exact: dict[Cell, RunRecord]
+    manifests: list[Manifest]
+    cost: StepCost | None = None
+
+    @classmethod
+    def load(cls, out: Path) -> StudyResults:
+        """Reads a study.
+
+        Args:
+            out: The folder of the study.
+
+        Raises:
+            PathError: There is no study, it has not ended, or its files were changed.
+        """
+        if not (out / "study.json").exists():
+            raise PathError(f"{out} holds no study: run `pathsgd reproduce --out {out}` first")
+        study = from_json(Study, read_json(out / "study.json"), str(out / "study.json"))
+        infos = read_json(out / "data.json", dict)
+        data = {name: from_json(DataInfo, info, str(out / "data.json")) for name, info in infos.items()}
+        path = out / "choices.json"
+        if not path.exists():
+            raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
+        choices = [from_json(Choice, one, str(path)) for one in read_json(path, list)]
+        finals: dict[Cell, list[RunRecord]] = {choice.cell: [] for choice in choices}
+        exact: dict[Cell, RunRecord] = {}
+        for choice in choices:
+            if choice.step_size is None:
+                continue
+            where = choice.cell, data[choice.cell.dataset].checksum, choice.step_size
+            finals[choice.cell] = [_read_final(out, run) for run in study.final_runs(*where)]
+            again = study.exact_run(*where)
+            if again is not None:
+                exact[choice.cell] = _read_final(out, again)
+        path = out / "cost.json"
+        cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
+        manifests = read_manifests(out / "manifest.json")
+        return cls(out, study, data, choices, finals, exact, manifests, cost)
+
+
+def _read_final(out: Path, run: Run) -> RunRecord:
+    path = out / "runs" / run.name
+    if not (path / "result.json").exists():
+        raise PathError(
+            f"the study in {out} has runs to go: `pathsgd reproduce` with the same options resumes it"
+        )
+    return read_record(path)

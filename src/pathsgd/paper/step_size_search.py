@@ -1,0 +1,62 @@
+"""The choice of step sizes: the lowest validation error wins.
+
+Only runs that went to their end can win. A run that diverged is recorded and loses. A run that was stopped
+because it had learned nothing loses to a run that is clearly ahead; if none is, the stopped ones are resumed
+before the winner is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from pathsgd.paper.config import Study
+from pathsgd.paper.records.json_files import write_json
+from pathsgd.paper.records.run_folder import RunRecord
+from pathsgd.paper.records.study_results import Choice, DataInfo, Trial
+from pathsgd.paper.run_queue import RunQueue
+
+CLEARLY_AHEAD = 0.5
+"""Of the error of guessing: with a winner below it, stopped runs stay stopped."""
+
+
+def search_step_sizes(study: Study, infos: Mapping[str, DataInfo], queue: RunQueue) -> list[Choice]:
+    """Trains the search runs of every cell, and writes and returns its choices."""
+    runs_of = {cell: study.search_runs(cell, infos[cell.dataset].checksum) for cell in study.cells()}
+    records = queue.train_all("search for step sizes", [run for own in runs_of.values() for run in own])
+    resumed = {
+        record.run: dataclasses.replace(record.run, grace=0)
+        for cell, own in runs_of.items()
+        for record in find_resumable([records[run] for run in own], infos[cell.dataset].classes)
+    }
+    if resumed:
+        queue.progress.message(f"{len(resumed)} runs that were stopped are resumed: nothing is clearly ahead")
+        records |= queue.train_all("stopped runs resumed", list(resumed.values()))
+    choices = []
+    for cell, own in runs_of.items():
+        tried = [records[resumed.get(run, run)] for run in own]
+        winner = choose_winner(tried)
+        choices.append(Choice(cell, winner.run.step_size if winner else None, list(map(_trial, tried))))
+        queue.progress.message(str(choices[-1]))
+    write_json(queue.out / "choices.json", [choice.to_json() for choice in choices])
+    return choices
+
+
+def choose_winner(records: Sequence[RunRecord]) -> RunRecord | None:
+    """The lowest error, of equals the one that reached it in fewer epochs; None if no run ended well."""
+    done = [record for record in records if record.status == "done"]
+    # Of equals in both the larger step: the result must not depend on the order of the list.
+    return min(done, key=lambda record: (*record.best, -record.run.step_size), default=None)
+
+
+def find_resumable(records: Sequence[RunRecord], classes: int) -> list[RunRecord]:
+    """Runs that were stopped though no other is clearly ahead."""
+    best = choose_winner(records)
+    if best is not None and best.best[0] < CLEARLY_AHEAD * (1 - 1 / classes):
+        return []
+    return [record for record in records if record.status == "stopped"]
+
+
+def _trial(record: RunRecord) -> Trial:
+    error, epoch = record.best
+    return Trial(record.run.step_size, record.status, error, epoch, record.reason, record.run.name)

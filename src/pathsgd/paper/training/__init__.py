@@ -1,0 +1,1 @@
+"""Training one network, in a form that can be saved and resumed."""

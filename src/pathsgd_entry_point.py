@@ -1,0 +1,70 @@
+"""The program ``pathsgd``: lists its commands at once, and imports torch only to run one.
+
+It stands beside the package, because importing anything from ``pathsgd`` imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "reproduce": ("pathsgd.paper.commands.reproduce", "run the paper's whole study, small or at full size"),
+    "sweep": ("pathsgd.paper.commands.sweep", "choose step sizes on validation points"),
+    "train": ("pathsgd.paper.commands.train", "train one network"),
+    "figures": ("pathsgd.paper.commands.figures", "redraw the figures and the report of a study"),
+    "data": ("pathsgd.paper.commands.data", "get the paper's data sets, check them and print its Table 1"),
+    "inspect": ("pathsgd.inspect.command", "print a model's path graph, path norm and imbalance"),
+    "bench": ("pathsgd.bench.command", "time a training step of Path-SGD and of torch's optimizers"),
+}
+"""Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
+
+
+def usage() -> str:
+    """The commands, one a line."""
+    lines = "\n".join(f"  {name:12}{summary}" for name, (_, summary) in COMMANDS.items())
+    return f"""\
+usage: pathsgd COMMAND [OPTIONS]
+
+Rescaling-invariant training for PyTorch.
+
+{lines}
+
+`pathsgd COMMAND --help` lists the options of a command; `pathsgd --version` prints the version."""
+
+
+def answer(arguments: Sequence[str]) -> int | None:
+    """Answers what needs no command. Returns the exit code, or None when a command is to be run."""
+    first = arguments[0] if arguments else ""
+    if first in COMMANDS:
+        return None
+    if first == "--version":
+        print(f"pathsgd {importlib.metadata.version('pathsgd')}")
+    elif first in ("-h", "--help"):
+        print(usage())
+    elif not first:
+        print(usage(), file=sys.stderr)
+        return 2
+    else:
+        print(f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main() -> int:
+    """Runs the command line of this process and returns the exit code."""
+    code = answer(sys.argv[1:])
+    if code is not None:
+        return code
+    # A KeyboardInterrupt in the middle of an import prints a traceback of torch's own files.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from pathsgd import cli
+
+    signal.signal(signal.SIGINT, handler)
+    return cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The program itself: its commands, how it starts and how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pathsgd_entry_point
+from pathsgd import cli
+
+SRC = Path(pathsgd_entry_point.__file__).parent
+
+
+def run_python(program, *arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", pathsgd_entry_point.COMMANDS)
+def test_every_command_prints_its_options_and_an_example(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    printed = capsys.readouterr().out
+    assert f"usage: pathsgd {name} " in printed
+    assert f"\n  pathsgd {name}" in printed
+    assert all(len(line) <= 120 for line in printed.splitlines())
+    module, _ = pathsgd_entry_point.COMMANDS[name]
+    assert callable(importlib.import_module(module).main)
+
+
+def test_the_commands_are_listed_without_torch():
+    program = """
+import sys, pathsgd_entry_point
+sys.argv = ["pathsgd", *sys.argv[1:]]
+code = pathsgd_entry_point.main()
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    listed = run_python(program, "--help")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert re.findall(r"^  ([a-z]+) ", listed.stdout, re.MULTILINE) == list(pathsgd_entry_point.COMMANDS)
+    assert run_python(program, "--version").stdout.startswith("pathsgd 0.")
+    nothing = run_python(program)
+    assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
+    wrong = run_python(program, "trian")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of reproduce, ")
+    assert wrong.stderr.count("\n") == 1
+
+
+def test_without_tyro_it_says_what_to_install():
+    program = "import sys; sys.modules['tyro'] = None; from pathsgd import cli; sys.exit(cli.main(['bench']))"
+    done = run_python(program)
+    assert done.returncode == 1
+    assert done.stderr == "pathsgd: the command line needs tyro: pip install 'pathsgd[cli]'\n"
+
+
+def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pathsgd_entry_point", "train"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SRC)])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, printed, errors) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "--hiden", "3"], "--hidden"),
+        (["train", "--epochs", "many"], "--epochs"),
+        (["train", "--init", "odd"], "powers-of-two"),
+        (["sweep", "--preset"], "--preset"),
+        (["inspect"], "TARGET"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments, part, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "/some/file"), 1, "/some/file: No space left on device"),
+        (OSError("one\ntwo"), 1, "one two"),
+    ],
+)
+def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code, line):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr("pathsgd.bench.command.main", fail)
+    assert cli.main(["bench"]) == code
+    assert capsys.readouterr().err == f"pathsgd: {line}\n"

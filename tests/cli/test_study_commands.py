@@ -1,0 +1,251 @@
+"""The commands as a user meets them: whole studies, interruptions, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pathsgd import cli
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TINY = ["--hidden", "24", "24", "--search-epochs", "4", "--epochs", "5", "--validation", "300", "--quiet"]
+SOME = ["--methods", "sgd", "path-sgd", "--dropouts", "0", "--step-sizes", "1", "0.1", "--repeats", "1"]
+
+
+def command(*arguments):
+    return cli.main([str(argument) for argument in arguments])
+
+
+def files(folder, *patterns):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in patterns
+        for path in sorted(folder.rglob(pattern))
+    }
+
+
+def numbers(out):
+    """Everything that has to be the same after an interruption."""
+    return files(out, "metrics.jsonl", "config.json", "choices.json")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    out = tmp_path_factory.mktemp("study")
+    assert command("reproduce", *TINY, *SOME, "--out", out) == 0
+    return out
+
+
+def test_the_study(study, capsys):
+    judged = {claim["number"]: claim for claim in json.loads((study / "claims.json").read_text())}
+    assert sorted(judged) == [1, 2, 3, 4, 5, 6, 7]
+    assert judged[1]["verdict"] == "held"
+    assert "equal bit for bit" in judged[1]["evidence"][0]
+    assert judged[3]["verdict"] == judged[5]["verdict"] == "not tested"  # without AdaGrad and dropout
+    assert (study / "report.html").stat().st_size > 50_000
+    (manifest,) = json.loads((study / "manifest.json").read_text())
+    assert set(manifest) >= {"revision", "python", "packages", "device"}
+    # Twice: nothing is trained again. And the same pictures from the numbers alone.
+    before = files(study, "*.jsonl", "*.svg", "*.png", "report.html")
+    capsys.readouterr()
+    assert command("figures", study) == 0
+    printed = capsys.readouterr().out
+    assert before == files(study, "*.jsonl", "*.svg", "*.png", "report.html")
+    assert "1. HELD: Path-SGD started balanced and unbalanced" in printed
+    assert f"report:  {study / 'report.html'}" in printed
+    assert command("reproduce", *(a for a in TINY if a != "--quiet"), *SOME, "--out", study) == 0
+    printed = capsys.readouterr().out
+    assert "final runs: 5 of 5 done before" in printed
+    assert "epochs at most" not in printed
+
+
+def test_lanes_change_nothing(study, tmp_path):
+    assert command("reproduce", *TINY, *SOME, "--out", tmp_path, "--lanes", 1) == 0
+    assert numbers(tmp_path) == numbers(study)
+
+
+def test_lanes_change_nothing_where_networks_differ(tmp_path):
+    """A trace changes how torch rounds as long as it takes: none may be made beside a run."""
+    own = []
+    for features in (30, 50, 70):
+        rng = np.random.default_rng(features)
+        y = rng.integers(0, 10, 900)
+        x = rng.normal(size=(10, features))[y] + 1.5 * rng.normal(size=(900, features))
+        own.append(tmp_path / f"of{features}.npz")
+        np.savez(own[-1], train_x=x[:700], train_y=y[:700], test_x=x[700:], test_y=y[700:])
+    names = [f"{path.stem}={path}" for path in own]
+    sweep = [sys.executable, "-m", "pathsgd.cli", "sweep", "--quiet", "--datasets", *names,
+             "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
+             "0.01", "--search-epochs", "8", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
+             ]  # fmt: skip
+    for lanes in ("1", "4"):
+        subprocess.run([*sweep, "--lanes", lanes, "--out", str(tmp_path / lanes)], check=True, timeout=300)
+    assert len(numbers(tmp_path / "1")) > 12
+    assert numbers(tmp_path / "1") == numbers(tmp_path / "4")
+
+
+def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
+    def swept(out, kills):
+        program = [sys.executable, str(SUPPORT / "killed.py"), str(out), str(kills), "0"]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    swept(tmp_path / "whole", 0)
+    assert "killed 10 times" in swept(tmp_path / "killed", 10)
+    whole = numbers(tmp_path / "whole")
+    assert len([name for name in whole if name.endswith("metrics.jsonl")]) == 12
+    assert numbers(tmp_path / "killed") == whole
+    assert not files(tmp_path / "killed", ".*.*")  # no half-written file is left... beside the lock
+
+
+def test_one_run(tmp_path, capsys):
+    arguments = ("train", "--hidden", 16, "--epochs", 2, "--step-size", 0.1, "--out", tmp_path)
+    assert command(*arguments, "--tensorboard") == 0
+    assert "done: epoch 2: train loss" in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoint.pt", "config.json", "manifest.json", "metrics.jsonl", "result.json",
+    }  # fmt: skip
+    assert len(list((tmp_path / "tensorboard").rglob("events.*"))) == 1
+    config = ("train", "--config", folder / "config.json", "--out", tmp_path)
+    assert command(*config) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert command(*config, "--seed-order", 1) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_data_set_of_ones_own(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    y = np.arange(200) % 3
+    x = rng.normal(size=(200, 5)) + y[:, None]
+    own = tmp_path / "own.npz"
+    np.savez(own, train_x=x[:150], train_y=y[:150], test_x=x[150:], test_y=y[150:])
+    out = tmp_path / "out"
+    study = ("reproduce", *SOME, "--dataset", f"own={own}", "--hidden", 8, "--validation", 30, "--batch", 20)
+    assert command(*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet") == 0
+    assert "own       5               3        150           50" in capsys.readouterr().out
+    before = numbers(out)
+    longer = (*study, "--search-epochs", 2, "--epochs", 4, "--out", out)
+    assert "holds another study (epochs differ)" in refused(capsys, *longer)
+    np.savez(own, train_x=2 * x[:150], train_y=y[:150], test_x=x[150:], test_y=y[150:])
+    again = (*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet")
+    assert "holds another study (data of own differ)" in refused(capsys, *again)
+    assert numbers(out) == before
+    (out / "figures" / "figure3.png").write_bytes(b"old")
+    assert command(*again, "--replace") == 0
+    assert len(numbers(out)) > len(before)  # other numbers are other runs
+    assert not (out / "figures" / "figure3.png").exists()
+
+
+def refused(capsys, *arguments, code=1):
+    """The one line an error comes to."""
+    capsys.readouterr()
+    assert command(*arguments) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith("pathsgd: ")
+    assert printed.count("\n") == 1
+    return printed
+
+
+def test_errors_of_one_line(tmp_path, capsys, study):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    assert "Unknown method: 'sdg'" in refused(
+        capsys, "reproduce", "--methods", "sdg", "--out", tmp_path / "a"
+    )
+    assert "no data set is called 'minst'" in refused(capsys, "train", "--dataset", "minst")
+    for folder in (taken, taken / "x"):
+        assert "is not a folder" in refused(capsys, "train", "--hidden", 4, "--out", folder)
+    assert "checkpoint-seconds" in refused(capsys, "train", "--checkpoint-seconds", -1)
+    assert "cannot be used" in refused(capsys, "train", "--device", "cuda:77", "--out", tmp_path / "a")
+    assert "cannot be used" in refused(capsys, "train", "--device", "toaster", "--out", tmp_path / "a")
+    assert "Invalid step size" in refused(capsys, "train", "--step-size", "-1", "--out", tmp_path / "a")
+    for wrong in (["--dropouts", 0, "nan"], ["--seed", 1 << 70], ["--p", "inf"], ["--validation", 1440]):
+        assert refused(capsys, "sweep", *wrong, "--out", tmp_path / "b")
+    assert not (tmp_path / "b" / "study.json").exists()  # so the folder is free for the right command
+    assert "each needs a name of its own" in refused(capsys, "sweep", "--dataset", "a=1.npz", "a=2.npz")
+    assert "GB or more" in refused(capsys, "train", "--hidden", 10**11, "--out", tmp_path / "b")
+    assert "each once" in refused(capsys, "sweep", "--methods", "sgd", "sgd", "--out", tmp_path / "a")
+    assert "holds no study" in refused(capsys, "figures", tmp_path / "nowhere")
+    assert "is not JSON" in refused(capsys, "train", "--config", taken, "--out", tmp_path / "a")
+    assert "is not there" in refused(capsys, "train", "--config", tmp_path / "gone", "--out", tmp_path / "a")
+    wrong = tmp_path / "wrong.json"
+    for text, message in (
+        ('{"epoch": 3}', "unknown field 'epoch'"),
+        ('{"epochs": "3"}', "epochs: expected int, found '3'"),
+        ('{"hidden": 3}', "hidden: expected a list, found 3"),
+        ('{"init": "odd"}', "init: expected one of balanced, unbalanced, powers-of-two, found 'odd'"),
+        ('{"seed": 3}', "expected an object with the fields of Seeds"),
+        ("[]", "expected an object with the fields of Run"),
+    ):
+        wrong.write_text(text)
+        assert message in refused(capsys, "train", "--config", wrong, "--out", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys):
+    for name, content in files(study, "*.json", "*.jsonl").items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert command("figures", tmp_path) == 0
+    changed = next(p for p in tmp_path.rglob("metrics.jsonl") if "-test-" in p.parent.name)
+    content = changed.read_bytes()
+    changed.write_bytes(content[:-20])
+    assert "was changed after the run had ended" in refused(capsys, "figures", tmp_path)
+    changed.write_bytes(content)
+    (changed.parent / "result.json").unlink()
+    assert "has runs to go" in refused(capsys, "figures", tmp_path)
+    data = (tmp_path / "data.json").read_text()
+    for text in ("[]", '{"digits": {}}'):
+        (tmp_path / "data.json").write_text(text)
+        assert "data.json" in refused(capsys, "figures", tmp_path)
+    (tmp_path / "data.json").write_text(data)
+    (tmp_path / "choices.json").write_text('[{"cell": 3}]')
+    assert "choices.json" in refused(capsys, "figures", tmp_path)
+    (tmp_path / "choices.json").unlink()
+    assert "has not chosen its step sizes yet" in refused(capsys, "figures", tmp_path)
+
+
+def test_an_explosion_is_recorded_and_told(tmp_path, capsys):
+    arguments = ("train", "--method", "sgd", "--step-size", 1e30, "--hidden", 8, "--out", tmp_path, "--quiet")
+    assert command(*arguments) == 1
+    assert "diverged: the loss was not finite in epoch" in capsys.readouterr().out
+    sweep = ("sweep", *TINY, "--methods", "sgd", "--step-sizes", 1e30, "--inits", "balanced", "--dropouts", 0)
+    assert command(*sweep, "--out", tmp_path / "sweep") == 1
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_a_second_process_is_refused(tmp_path, capsys):
+    from pathsgd.paper.records.folder_lock import lock_folder
+
+    with lock_folder(tmp_path):
+        assert "another process is at work" in refused(capsys, "train", "--hidden", 4, "--out", tmp_path)
+
+
+def test_a_full_disk(tmp_path):
+    """A limit on the size of files stands for it: writes fail in the middle, as they do there."""
+    arguments = ["train", "--hidden", "64", "64", "--epochs", "2", "--out", str(tmp_path), "--quiet"]
+    program = "import sys; from pathsgd import cli; sys.exit(cli.main(sys.argv[1:]))"
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], preexec_fn=limited, capture_output=True, text=True,
+        timeout=120, check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    (folder,) = (tmp_path / "runs").iterdir()
+    said = f"pathsgd: {folder / 'checkpoint.pt'}: File too large\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert not (folder / "result.json").exists()
+    assert {path.name for path in folder.iterdir()} == {"config.json", "manifest.json", "metrics.jsonl"}
+    assert command(*arguments) == 0

@@ -1,0 +1,132 @@
+"""Runs, sweeps and studies from Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pathsgd import PathError
+from pathsgd.paper import Dataset, Progress, Run, Setup, Study, StudySetup, redraw, reproduce, sweep, train
+from support.data_files import clouds
+
+TINY = Study(
+    datasets=("clouds",), methods=("sgd", "path-sgd"), dropouts=(0.0,), hidden=(8,), step_sizes=(0.1, 0.01),
+    search_epochs=2, epochs=2, validation=50, batch=20,
+)  # fmt: skip
+
+
+class Recording(Progress):
+    def __init__(self):
+        self.calls = []
+
+    def start_phase(self, title, epochs):
+        self.calls.append(("start_phase", title, epochs))
+
+    def epoch(self, run, metrics):
+        self.calls.append(("epoch", metrics["epoch"]))
+
+    def run_ended(self, record):
+        self.calls.append(("run_ended", record.status))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def test_a_run_tells_its_progress_and_is_trained_once(tmp_path):
+    run = Run(dataset="clouds", hidden=(8,), epochs=2, batch=20, step_size=0.1)
+    progress = Recording()
+    record = train(run, tmp_path, data=clouds(), progress=progress)
+    assert progress.calls == [
+        ("start_phase", "Path-SGD", 2), ("epoch", 0), ("epoch", 1), ("epoch", 2), ("run_ended", "done"),
+        ("close",),
+    ]  # fmt: skip
+    assert record.run.data != ""
+    again = Recording()
+    assert train(run, tmp_path, data=clouds(), progress=again) == record
+    assert ("epoch", 1) not in again.calls
+    assert record.to_json()["lines"] == record.lines
+
+
+def test_a_study_keeps_the_choices_of_its_sweep(tmp_path):
+    data = {"clouds": clouds()}
+    choices = sweep(TINY, tmp_path, data=data)
+    assert [choice.cell for choice in choices] == TINY.cells()
+    results = reproduce(TINY, tmp_path, StudySetup(lanes=1), data=data, figures=False)
+    assert results.choices == choices
+    assert results.cost is not None
+    assert not (tmp_path / "figures").exists()
+    assert redraw(tmp_path).finals == results.finals
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_what_the_report_needs_is_looked_for_before_anything_is_trained(tmp_path, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(PathError, match=f"needs {missing}: pip install"):
+        reproduce(TINY, tmp_path / "out", data={"clouds": clouds()})
+    assert not (tmp_path / "out").exists()
+
+
+def test_digits_need_scikit_learn_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(PathError, match="digits needs sklearn: pip install"):
+        reproduce(Study(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:77"])
+def test_an_unknown_device_is_one_line(tmp_path, device):
+    with pytest.raises(PathError, match=f"device '{device}' cannot be used") as caught:
+        train(Run(dataset="clouds", batch=20), tmp_path, Setup(device=device), data=clouds())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_y": torch.zeros(200, dtype=torch.int64)}, "clouds has one class in its training labels"),
+        ({"test_y": torch.full((50,), 3)}, "clouds has test labels that no training example has: 3"),
+        (
+            {"test_x": torch.full((50, 5), 1e30)},
+            r"clouds has inputs as large as 1e\+30, whose squares overflow",
+        ),
+    ],
+)
+def test_data_that_cannot_be_learned_is_one_line(tmp_path, change, message):
+    data = clouds()
+    parts = {"train_x": data.train_x, "train_y": data.train_y, "test_x": data.test_x, "test_y": data.test_y}
+    wrong = Dataset("clouds", (5,), 4, **{**parts, **change}, highest=1.0)
+    with pytest.raises(PathError, match=message) as caught:
+        train(Run(dataset="clouds"), tmp_path / "out", data=wrong)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("numpy", "matplotlib", "jinja2", "pooch", "requests", "scipy", "sklearn", "tqdm", "tyro"):
+    sys.modules[name] = None
+import torch
+from pathsgd.paper import Dataset, Run, Study, judge_claims, reproduce, summarize_study, train
+y = torch.arange(250) % 3
+x = torch.randn(250, 5, generator=torch.Generator().manual_seed(0)) + y[:, None]
+data = Dataset("clouds", (5,), 3, x[:200], y[:200], x[200:], y[200:], highest=1.0)
+study = Study(datasets=("clouds",), methods=("sgd", "path-sgd"), dropouts=(0.0,), hidden=(8,), batch=20,
+              step_sizes=(0.1,), search_epochs=2, epochs=2, validation=50)
+results = reproduce(study, sys.argv[1], data={"clouds": data}, figures=False)
+assert judge_claims(results)[0].verdict == "held"
+print(summarize_study(results))
+assert train(Run(dataset="clouds", hidden=(8,), batch=20, epochs=1), sys.argv[1], data=data).status == "done"
+"""
+
+
+def test_a_study_runs_where_only_torch_is_installed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, str(tmp_path)], capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1. HELD: Path-SGD started balanced and unbalanced" in done.stdout

@@ -1,0 +1,70 @@
+"""The numbers under results/: judged and drawn as they were committed, and found again by their runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pathsgd.paper import Progress, StudyResults, judge_claims, redraw, summarize_study
+from pathsgd.paper.run_queue import RunQueue
+from pathsgd.paper.training import run_loop
+
+RESULTS = Path(__file__).parents[2] / "results"
+STUDIES = {"digits": 38, "paper": 56}
+
+
+@pytest.fixture(params=STUDIES)
+def recorded(request, tmp_path):
+    """A copy of a study as it is committed, and the number of its runs."""
+    shutil.copytree(
+        RESULTS / request.param, tmp_path / "out", ignore=shutil.ignore_patterns(".lock", "figures")
+    )
+    return tmp_path / "out", STUDIES[request.param]
+
+
+def snapshot(out):
+    return {path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def test_redrawing_comes_to_the_committed_claims(recorded):
+    out, _ = recorded
+    before = snapshot(out)
+    results = redraw(out)
+    after = snapshot(out)
+    assert {path: after[path] for path in before} == before  # claims.json is written again, byte for byte
+    assert json.loads((out / "claims.json").read_text()) == [
+        dataclasses.asdict(c) for c in judge_claims(results)
+    ]
+    assert len([path for path in after if path.suffix == ".svg"]) == 5
+    assert (out / "report.html").stat().st_size > 100_000
+    text = summarize_study(results)
+    for cell, records in results.finals.items():
+        if all(record.status == "done" for record in records):
+            error = sum(record.errors[-1] for record in records) / len(records)
+            assert f"{error:.2%}" in text, cell
+
+
+def test_its_runs_are_found_and_not_trained_again(recorded, monkeypatch):
+    out, count = recorded
+    before = snapshot(out)
+
+    def train(*_):
+        raise AssertionError("a run was not found")
+
+    monkeypatch.setattr(run_loop, "Trainer", train)
+    results = StudyResults.load(out)
+    runs = [
+        run
+        for choice in results.choices
+        for run in choice.final_runs(results.study, results.data[choice.cell.dataset].checksum)
+    ]
+    queue = RunQueue(out, {}, torch.device("cpu"), 1, run_loop.Checkpoints(), Progress())
+    found = queue.train_all("final runs", runs)
+    assert len(found) == len(list((out / "runs").iterdir())) == count
+    assert {run.name for run in runs} == {path.name for path in (out / "runs").iterdir()}
+    assert snapshot(out) == before
