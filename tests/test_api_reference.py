@@ -107,7 +107,7 @@ def gaps(name, value):
         missing += gaps_of_fields(value)
     elif not simple and not issubclass(value, enum.Enum) and inspect.isfunction(value.__init__):
         missing += gaps_of_function(value.__init__, docstring)
-    for method, function in public_methods(value).items():
+    for method, function in public_methods(value).items() if name.count(".") == 1 else ():
         own = inspect.getdoc(function)
         lacks = gaps_of_function(function, own) if own else ["docstring"]
         missing += [f"{method}(): {gap}" for gap in lacks]
@@ -116,7 +116,9 @@ def gaps(name, value):
 
 @pytest.mark.parametrize("name", public_names())
 def test_it_stands_in_the_reference(name):
-    documented = {line for page in API.glob("*.md") for line in re.findall(r"^::: (\S+)", page.read_text(), re.M)}
+    documented = {
+        line for page in API.glob("*.md") for line in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    }
     assert name in documented
 
 
