@@ -1,4 +1,4 @@
-"""Prepares docstrings for the site: roles such as :func:`pathsgd.trace` become links, ``Example:`` a section."""
+"""Prepares docstrings for the site: roles such as :func:`pathsgd.trace` become links."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ class Docstrings(griffe.Extension):
     def __init__(self) -> None:
         super().__init__()
         self.public: set[str] = set()
-
-    def on_module(self, *, mod: griffe.Module, **_: Any) -> None:
-        if mod.path == "pathsgd":
-            self.public = set(map(str, mod.exports or ()))
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         self.public = set(map(str, pkg.exports or ()))
