@@ -50,6 +50,13 @@ def test_its_code_runs(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), names)
 
 
+def test_the_readme_shows_what_it_says(capsys):
+    exec(code_of(ROOT / "README.md")[0], {"__name__": "docs"})
+    sgd, path_sgd = map(float, capsys.readouterr().out.split())
+    assert sgd > 1
+    assert path_sgd == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_its_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
