@@ -65,7 +65,7 @@ for low, case in (
     assert staged or not constants["MOVE"], (case, made.metadata.shared)
 tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
 compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
-print("blocked")
+print("compiled")
 """
 
 
