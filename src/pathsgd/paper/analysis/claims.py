@@ -55,7 +55,14 @@ class Claim:
 
 
 def judge_claims(results: StudyResults) -> list[Claim]:
-    """All seven, in the order of the paper."""
+    """Judges the paper's seven claims.
+
+    Args:
+        results: A finished study, as :func:`pathsgd.paper.reproduce` returns it.
+
+    Returns:
+        All seven in the order of the paper, each with its verdict and its numbers.
+    """
     return [
         _same_curves(results), _unbalanced_hurts(results), _faster(results), _generalises(results),
         _with_dropout(results), _figure_1(results), _step_cost(results),

@@ -70,7 +70,23 @@ def tabulate_results(results: StudyResults) -> Table:
 
 
 def tabulate_choices(choices: Sequence[Choice]) -> Table:
-    """Every step size that was tried."""
+    """The validation error of every step size that was tried.
+
+    Args:
+        choices: What :func:`pathsgd.paper.sweep` returns.
+
+    Returns:
+        A table; ``print`` shows it.
+
+    Example:
+        >>> tried = [Trial(0.1, "done", 0.021, 7, "", ""), Trial(1.0, "diverged", 1.0, 0, "", "")]
+        >>> print(tabulate_choices([Choice(Cell("digits", 0.0, "balanced", "sgd"), 0.1, tried)]))
+        Validation error by step size, the chosen one in brackets
+        <BLANKLINE>
+        data set  dropout  start     method  1         0.1
+        ------------------------------------------------------
+        digits    0        balanced  SGD     diverged  [2.10%]
+    """
     sizes = sorted({trial.step_size for choice in choices for trial in choice.tried}, reverse=True)
     rows = []
     for choice in choices:

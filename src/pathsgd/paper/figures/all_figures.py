@@ -18,8 +18,10 @@ DPI = 150
 
 
 def draw_all(results: StudyResults, folder: Path) -> list[Path]:
-    """Writes ``figure1`` to ``figure5`` and says where. What was not run has no figure: a study without
-    dropout has no 3 and 5, one that only has dropout no 2 and 4."""
+    """Writes ``figure1`` to ``figure5`` and returns their paths.
+
+    A study without dropout has no figures 3 and 5, one with dropout only has no 2 and 4.
+    """
     matplotlib = import_optional("matplotlib", "drawing")
     epochs = results.study.epochs
     part = first_part(epochs)

@@ -1,4 +1,4 @@
-"""Curves out of recorded runs: means and bands over repeats, where runs diverged, what range to show."""
+"""Curves of recorded runs: means and bands over repeats, where runs diverged, which range is shown."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Curve:
     """The repeats of one cell, one number per epoch."""
 
     mean: list[float]
-    """As far as all repeats go: a mean over fewer would jump where one of them leaves."""
+    """Up to the last epoch of the shortest repeat: a mean over fewer repeats would jump there."""
     low: list[float]
     high: list[float]
     rest: list[tuple[int, list[float]]]
-    """Of repeats that outlive another: from which epoch on, and how they continue."""
+    """For each longer repeat the epoch from which it goes on alone, and its values."""
     ends: list[Point]
     """Where repeats diverged."""
 
     @property
     def last(self) -> float:
-        """Where it ends; the mean of all repeats that got there."""
+        """Its last value; the mean of all repeats that got there."""
         tails = [values[-1] for _, values in self.rest]
         return sum(tails) / len(tails) if tails else self.mean[-1] if self.mean else math.nan
 
@@ -74,8 +74,8 @@ class AxisRange:
     log: bool = False
 
     def leaves(self, values: Sequence[float]) -> str:
-        """An arrow to where a curve has gone: up if nothing is seen of it but perhaps its tip at the upper
-        edge, down if it ends below."""
+        """An arrow if a curve is out of range: up if all of it is above, or at the upper edge; down if it ends
+        below."""
         edge = self.high if self.log else self.low + 0.97 * (self.high - self.low)
         if values and all(value > edge for value in values):
             return "\u2191"
@@ -83,7 +83,7 @@ class AxisRange:
 
 
 def settled(last: int) -> int:
-    """The epoch from which on a range has room for the curves: what comes before would take it all."""
+    """The first epoch that counts for a range: the first errors are so high that they would fill it."""
     return min(max(2, round(0.06 * last)), last)
 
 
@@ -101,7 +101,7 @@ def loss_range(reference: Sequence[Curve]) -> AxisRange:
 
 
 def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) -> AxisRange:
-    """Where the reference settles. The rest of the curves may widen it by what does not hurt them."""
+    """The errors of the reference curves from there on; others may double the range, and no more."""
     first = settled(last)
     values = [v for curve in reference for v in _from(curve, first)]
     if not values:

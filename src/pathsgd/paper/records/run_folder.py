@@ -66,10 +66,6 @@ class RunRecord:
         found = [(e, k) for k, e in enumerate(self.errors) if k and math.isfinite(e)]
         return min(found, default=(1.0, 0))
 
-    def to_json(self) -> dict[str, Any]:
-        """The record as plain data."""
-        return {"name": self.run.name, **dataclasses.asdict(self)}
-
 
 class RunFolder:
     """The files of one run, below the folder ``runs``."""

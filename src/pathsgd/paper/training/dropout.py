@@ -16,18 +16,18 @@ def drop_units(x: Tensor, probability: float, generator: torch.Generator) -> Ten
 
 
 class _Masked(torch.autograd.Function):
-    """``x mask scale``, which is its own derivative: one kernel forward and one backward.
+    """``x mask factor``, which is its own derivative: one kernel forward and one backward.
 
     torch's dropout would do, but it takes the generator that everything else uses.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return torch.ops.aten.native_dropout_backward(x, mask, scale)
+        ctx.factor = factor
+        return torch.ops.aten.native_dropout_backward(x, mask, factor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(grad, mask, ctx.scale), None, None
+        return torch.ops.aten.native_dropout_backward(grad, mask, ctx.factor), None, None

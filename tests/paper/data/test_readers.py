@@ -133,7 +133,7 @@ def test_bad_svhn(tmp_path, monkeypatch):
         ({"y": np.array([["a", {}]], object)}, "expected (32, 32, 3, n) of uint8 and (n, 1) numbers"),
         ({"y": np.ones((5, 1), np.uint8)}, "y (5, 1) of uint8"),
         ({"X": pixels(32, 32, 6)}, "X (32, 32, 6) of uint8"),
-        ({"X": np.ones((32, 32, 3, 6))}, "X (32, 32, 3, 6) of double"),
+        ({"X": np.ones((32, 32, 3, 6))}, "X (32, 32, 3, 6) of float64"),
     ):
         write_svhn(folder, **changed)
         refused("svhn", tmp_path, folder / "train_32x32.mat", message)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from pathsgd.paper.data import archive, download
+from pathsgd.paper.data import download
 from pathsgd.paper.data import load as loading
 from pathsgd.paper.data.load import load
 from pathsgd.paper.data.sources import SOURCES, Remote
@@ -205,23 +205,13 @@ def test_an_archive_is_downloaded_and_unpacked(server, cifar, tmp_path, monkeypa
     assert left_over(there) == ["cifar-100-binary.tar.gz", "test.bin"]
 
 
-def test_bad_archives_leave_nothing(server, cifar, tmp_path, monkeypatch):
-    link = tarfile.TarInfo("cifar-100-binary/train.bin")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+def test_an_archive_that_cannot_be_unpacked_leaves_nothing(server, cifar, tmp_path, monkeypatch):
     sound = tar_gz(cifar)
-    archives = {
-        "lacks cifar-100-binary/test.bin": tar_gz(cifar[:-1]),
-        "something else than a plain file": tar_gz([link, cifar[-1]]),
-        "no sound tar.gz archive": gzip.compress(b"no tar" * 100),
-        "cannot be unpacked": b"no gzip",
-        "Compressed file ended": sound[: len(sound) // 2],
-        "inflates to more than 1048576 bytes": tar_gz([*cifar[:-1], ("bomb", bytes(1 << 22)), cifar[-1]]),
-    }
-    monkeypatch.setattr(archive, "INFLATED", 1 << 20)
-    for count, (message, content) in enumerate(archives.items()):
+    for count, content in enumerate((tar_gz(cifar[:-1]), b"no gzip", sound[: len(sound) // 2])):
         folder = tmp_path / f"new{count}"
         folder.mkdir()
         serve(server, monkeypatch, "cifar100", {"cifar-100-binary.tar.gz": content})
         (folder / "cifar-100-binary.tar.gz").write_bytes(content)
-        refused("cifar100", folder, folder / "cifar-100-binary.tar.gz", message)
+        message = refused("cifar100", folder, folder / "cifar-100-binary.tar.gz", "cannot be unpacked")
+        assert ".unpacking" not in message
         assert left_over(folder) == ["cifar-100-binary.tar.gz"]
