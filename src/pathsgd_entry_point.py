@@ -6,6 +6,7 @@ It stands beside the package, because importing anything from ``pathsgd`` import
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,15 +23,12 @@ COMMANDS = {
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
 
 
-def usage() -> str:
-    """The commands, one a line."""
-    lines = "\n".join(f"  {name:12}{summary}" for name, (_, summary) in COMMANDS.items())
-    return f"""\
+USAGE = """\
 usage: pathsgd COMMAND [OPTIONS]
 
 Rescaling-invariant training for PyTorch.
 
-{lines}
+{commands}
 
 `pathsgd COMMAND --help` lists the options of a command; `pathsgd --version` prints the version."""
 
@@ -38,24 +36,28 @@ Rescaling-invariant training for PyTorch.
 def answer(arguments: Sequence[str]) -> int | None:
     """Answers what needs no command. Returns the exit code, or None when a command is to be run."""
     first = arguments[0] if arguments else ""
+    usage = USAGE.format(commands="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()))
     if first in COMMANDS:
         return None
     if first == "--version":
         print(f"pathsgd {importlib.metadata.version('pathsgd')}")
-    elif first in ("-h", "--help"):
-        print(usage())
-    elif not first:
-        print(usage(), file=sys.stderr)
-        return 2
-    else:
-        print(f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+    if first in ("-h", "--help"):
+        print(usage)
+        return 0
+    unknown = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
+    print(unknown if first else usage, file=sys.stderr)
+    return 2
 
 
 def main() -> int:
     """Runs the command line of this process and returns the exit code."""
-    code = answer(sys.argv[1:])
+    try:
+        code = answer(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `pathsgd --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     if code is not None:
         return code
     # A KeyboardInterrupt in the middle of an import prints a traceback of torch's own files.

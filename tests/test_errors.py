@@ -74,7 +74,7 @@ def test_p_below_one(p):
 
 
 @pytest.mark.parametrize(
-    ("scales", "message"),
+    ("factors", "message"),
     [
         ({("4", 0): 2.0}, "unit 0 of '4' cannot be rescaled: it is an output"),
         ({("0", 8): 2.0}, "'0' has units 0 to 7; there is no unit 8"),
@@ -83,16 +83,16 @@ def test_p_below_one(p):
         ({("0", 0): 0.0}, "Invalid factor"),
         ({("0", 0): -1.0}, "Invalid factor"),
         ({("0", 0): float("inf")}, "Invalid factor"),
-        ({"0": torch.ones(3)}, "has 8 units but 3 scales"),
+        ({"0": torch.ones(3)}, "has 8 units but 3 factors"),
         ({"4": torch.full((4,), 2.0)}, "cannot be rescaled"),
         ({("0", 0): 3.0, ("4", 1): 2.0}, "cannot be rescaled"),
     ],
 )
-def test_units_that_cannot_be_rescaled(scales, message):
+def test_units_that_cannot_be_rescaled(factors, message):
     model, x = build(Mlp)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(pathsgd.RescaleError, match=message):
-        pathsgd.rescale(model, x, scales)
+        pathsgd.rescale(model, x, factors)
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -105,7 +105,7 @@ def test_units_before_a_norm_and_units_with_two_names():
         pathsgd.rescale(model, x, {("rnn", 0): 2.0})
 
 
-def test_scales_beyond_the_dtype_change_nothing():
+def test_factors_beyond_the_dtype_change_nothing():
     model = mlp().half()
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(pathsgd.RescaleError, match=r"'0\.weight' out of the range of torch.float16"):
@@ -213,12 +213,12 @@ def test_models_that_cannot_be_measured():
 
 
 @pytest.mark.parametrize(
-    ("scales", "message"),
+    ("factors", "message"),
     [([("0", 1)], "expected"), ({0: 2.0}, "a string"), ({("0", True): 2.0}, "there is no unit True")],
 )
-def test_scales_of_the_wrong_kind(scales, message):
+def test_factors_of_the_wrong_kind(factors, message):
     with pytest.raises(pathsgd.RescaleError, match=message):
-        pathsgd.rescale(mlp(), None, scales)
+        pathsgd.rescale(mlp(), None, factors)
 
 
 @pytest.mark.parametrize("p", ["2", None, 1000.0])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def assert_agree(model, x, bound):
-    """The largest difference of log(gamma) between the devices: gamma itself may leave the range of floats."""
+    """Compares log(gamma): gamma itself may leave the range of floats."""
     on_gpu = copy.deepcopy(model).cuda()
     graph, graph_gpu = pathsgd.trace(model, x), pathsgd.trace(on_gpu, x.cuda())
     assert str(graph) == str(graph_gpu)

@@ -204,11 +204,11 @@ def test_high_orders(p):
     assert all(torch.isfinite(gamma.log2()).all() for gamma in pathsgd.gammas(model, p=p).values())
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_group_norms_of_large_and_small_weights(scale):
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_group_norms_of_large_and_small_weights(size):
     model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Linear(6, 3, bias=False))
-    model[0].weight.data *= scale
-    model[2].weight.data *= scale
+    model[0].weight.data *= size
+    model[2].weight.data *= size
     expected = max(layer.weight.double().norm(dim=1).max().item() for layer in model[::2])
     assert pathsgd.group_norm(model).item() == pytest.approx(expected, rel=1e-5)
 

@@ -77,7 +77,7 @@ def test_a_rescaling_that_forgets_the_bias_is_noticed():
 @pytest.mark.parametrize("network", [Mlp, Vgg, PreActivation, Recurrent, UNet, SmallResNet])
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
-    """log mu is convex in the log-scales, so that descent on a smoothed maximum finds the minimum."""
+    """log mu is convex in the log-factors, so that descent on a smoothed maximum finds the minimum."""
     model, x = build(network)
     graph = pathsgd.trace(model, x)
     units = unit_classes_of(graph)
@@ -180,7 +180,7 @@ def test_unbalance_is_the_papers():
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_equivalence_gives_scales_that_prove_it(network):
+def test_equivalence_gives_factors_that_prove_it(network):
     model, x = build(network)
     other = copy.deepcopy(model)
     pathsgd.unbalance(other, x, units=30)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
+from pathsgd._torch import allow_cudnn_tf32
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import dense_gammas
 
@@ -220,7 +221,7 @@ def test_memory_that_is_shared_is_refused():
         pathsgd.trace(model)
 
 
-def test_scales_that_underflow_are_refused():
+def test_factors_that_underflow_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     model[2].weight.data.fill_(1e-10)
     before = [p.clone() for p in model.parameters()]
@@ -313,7 +314,7 @@ def test_balance_of_residual_streams_with_large_gain(seed):
 @pytest.mark.parametrize("old_setting", [False, True])
 def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting):
     """torch.export asks for one TF32 setting of cudnn; there may be two."""
-    torch._C._set_cudnn_allow_tf32(old_setting)
+    allow_cudnn_tf32(old_setting)
     own = getattr(torch.backends.cudnn, setting)
     before = own.fp32_precision
     own.fp32_precision = "ieee"
@@ -324,5 +325,5 @@ def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting
         assert own.fp32_precision == "ieee"
     finally:
         own.fp32_precision = before
-        torch._C._set_cudnn_allow_tf32(True)
+        allow_cudnn_tf32(True)
     assert all(info.normalised for info in graph.parameters.values())

@@ -195,9 +195,9 @@ def test_parameter_gamma_of_batch_norm_is_its_formula(p):
     w, b, head = randn(1), randn(1), randn(1)
     mean, var, eps = torch.tensor([-0.7]), torch.tensor([1.3]), 0.1
     net = Unroller()
-    x = net.scale(net.input((1,)), 1.5)
+    x = net.multiply(net.input((1,)), 1.5)
     x = net.batch_norm(x, parameter("w", w), parameter("b", b), mean, var, eps)
-    x = net.scale_param(x, parameter("head", head))
+    x = net.multiply_by_parameter(x, parameter("head", head))
     gamma = net.parameter_gamma(net.dag(x), p)
     sigma, m, out = math.sqrt(var.item() + eps), abs(mean.item()), abs(head.item())
     before = max(1.5, m) if p == math.inf else (1.5**p + m**p) ** (1 / p)
@@ -328,8 +328,8 @@ def test_batch_norm_without_affine_has_fixed_edges():
 def test_elementwise_operations_and_reductions():
     x, w, b, factor = randn(2, 3, 2), randn(3, 1), randn(2), randn(2, 1, 1)
     net = Unroller()
-    y = net.scale(net.input((2, 3, 2)), factor)
-    y = net.scale_param(y, parameter("w", w))
+    y = net.multiply(net.input((2, 3, 2)), factor)
+    y = net.multiply_by_parameter(y, parameter("w", w))
     y = net.shift_param(y, parameter("b", b))
     y = net.add(y, y.transpose(0, 1, 2)[::-1], y, signs=(1.0, -2.0, 0.5))
     outputs = [net.mean(y, (0, -1)), net.sum(y, 1, keepdim=True)]
@@ -350,7 +350,7 @@ def test_embedding_reads_one_hot_inputs():
 
 def test_prelu_has_two_paths():
     net = Unroller()
-    x = net.scale(net.input((2, 2)), 3.0)
+    x = net.multiply(net.input((2, 2)), 3.0)
     dag = net.dag(net.prelu(x, parameter("a", torch.tensor([-0.5, 0.25]))))
     assert sorted(dag.path_vector().values()) == [-1.5, -1.5, 0.75, 0.75, 3.0, 3.0, 3.0, 3.0]
     assert net.parameter_gamma(dag, 1)["a"].tolist() == [36.0, 36.0]

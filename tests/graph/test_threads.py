@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pathsgd import trace
-from pathsgd.geometry import precision
+from pathsgd._torch import get_cudnn_benchmark
 from pathsgd.console.networks import stack
+from pathsgd.geometry.precision import full_precision
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def often():
 
 def settings():
     kinds = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)
-    return [kind.fp32_precision for kind in kinds], torch._C._get_cudnn_benchmark()
+    return [kind.fp32_precision for kind in kinds], get_cudnn_benchmark()
 
 
 def test_settings_are_put_back_by_the_last_thread():
@@ -33,7 +34,7 @@ def test_settings_are_put_back_by_the_last_thread():
 
     def work(_):
         for _ in range(100):
-            with precision._SETTINGS:
+            with full_precision(torch.device("cuda")):
                 time.sleep(0)
                 assert settings() == (["ieee", "ieee"], True)
 
@@ -43,11 +44,11 @@ def test_settings_are_put_back_by_the_last_thread():
 
 
 def test_networks_can_be_traced_by_several_threads():
-    before = torch._C._get_mkldnn_enabled()
+    before = torch.backends.mkldnn.enabled
     widths = [(4, 8, 3), (5, 9, 2), (6, 7, 4)]
     with ThreadPoolExecutor(3) as pool:
         graphs = list(pool.map(lambda own: trace(stack(*own), torch.zeros(1, own[0])), 3 * widths))
     assert [str(graph) for graph in graphs] == [
         str(trace(stack(*own), torch.zeros(1, own[0]))) for own in 3 * widths
     ]
-    assert torch._C._get_mkldnn_enabled() == before
+    assert torch.backends.mkldnn.enabled == before

@@ -345,3 +345,43 @@ def test_a_model_that_rolls_dice_in_training_mode(capfd):
     assert (model.training, model.b.training) == (True, False)
     printed = capfd.readouterr()
     assert printed.out + printed.err == ""
+
+
+def test_the_status_of_parameters():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1, bias=False)
+            self.temperature, self.spare = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            x = self.second(torch.relu(self.first(x)))
+            return self.last(torch.tanh(x * self.temperature.exp()))
+
+    found = pathsgd.trace(Model(), torch.ones(1, 2)).parameters
+    status = pathsgd.ParameterStatus
+    assert {name: info.status for name, info in found.items()} == {
+        **dict.fromkeys(["first.weight", "first.bias", "second.weight", "second.bias"], status.NORMALISED),
+        "last.weight": status.ALONE,
+        "temperature": status.OUTSIDE,
+        "spare": status.UNUSED,
+    }
+    assert all(bool(info.reason) != info.normalised for info in found.values())
+
+
+def test_only_the_shape_of_an_ignored_argument_matters():
+    """zeros_like and expand_as read nothing of their argument, so its paths do not end there."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            hidden = hidden + torch.zeros_like(hidden) + hidden.expand_as(hidden)
+            return self.last(hidden)
+
+    graph = pathsgd.trace(Model(), torch.ones(1, 2))
+    assert graph.boundaries == ()
+    assert normalised(graph) == set(graph.parameters)

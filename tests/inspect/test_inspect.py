@@ -234,7 +234,7 @@ def test_several_regions(folder, capsys):
     assert [(one["region"], one["log_phi"]) for one in found["phi"]] == list(enumerate(logs))
     assert {"region": 0, "at": "norm1", "reason": "layer_norm is not positively homogeneous"} in found["ends"]
     (fallback,) = [one for one in found["parameters"] if one["name"] == "norm2.weight"]
-    assert not fallback["path_normalised"]
+    assert (fallback["path_normalised"], fallback["status"]) == (False, "alone")
     assert "gamma = 1" in fallback["reason"]
     values = layer(found, "self_attn")
     assert (values["units"], values["rescalable"]) == (24, 8), (

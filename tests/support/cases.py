@@ -98,9 +98,9 @@ class Signs(Case):
 
     def unroll(self, net, w, x):
         a = net.linear(x, w["a.weight"], w["a.bias"])
-        b = net.scale(net.linear(x, w["b.weight"], w["b.bias"]), 2.0)
-        x = net.relu(net.scale(net.add(a, b, signs=[1, -1]), -self.gain.numpy() / 4))
-        half = net.scale(np.array([net._one()] * 3, dtype=object), -0.5)
+        b = net.multiply(net.linear(x, w["b.weight"], w["b.bias"]), 2.0)
+        x = net.relu(net.multiply(net.add(a, b, signs=[1, -1]), -self.gain.numpy() / 4))
+        half = net.multiply(np.array([net.one()] * 3, dtype=object), -0.5)
         return net.linear(net.add(x, half), w["c.weight"], w["c.bias"])
 
 
@@ -159,7 +159,7 @@ class Conv1d3d(Case):
         return self.b(x.reshape(-1, 1, 2, 2, 2)).mean((2, 3, 4))
 
     def unroll(self, net, w, x):
-        nothing = net.scale(np.array([[net._one()]] * 2, dtype=object), 0.0)
+        nothing = net.multiply(np.array([[net.one()]] * 2, dtype=object), 0.0)
         x = net.conv(np.concatenate([x, nothing], 1), w["a.weight"], w["a.bias"])
         x = net.max_pool(net.relu(x), 3, stride=2)
         x = net.conv(x.reshape(1, 2, 2, 2), w["b.weight"], w["b.bias"])
@@ -332,8 +332,8 @@ class ByHand(Case):
             y = net.linear(x[t], w["w_in"].T)
             y = y if h is None else net.add(y, net.linear(h, masked))
             h = net.relu(net.shift_param(y, w["b"]))
-        y = net.linear(net.scale_param(h, w["scale"]), w["w"][:, :2].T)
-        return net.scale_param(y, w["gain"])
+        y = net.linear(net.multiply_by_parameter(h, w["scale"]), w["w"][:, :2].T)
+        return net.multiply_by_parameter(y, w["gain"])
 
 
 class Resized(Case):
@@ -354,7 +354,7 @@ class Resized(Case):
         return F.interpolate(x, size=(3, 4), mode="bilinear", align_corners=False)
 
     def unroll(self, net, w, x):
-        nothing = net.scale(np.array(net._one(), dtype=object), 0.0)
+        nothing = net.multiply(np.array(net.one(), dtype=object), 0.0)
         padded = np.full((1, 3, 4), nothing[()], dtype=object)
         padded[:, :2, 1:] = x
         x = net.relu(net.conv(padded, w["a.weight"], w["a.bias"]))
@@ -389,7 +389,7 @@ class Embedded(Case):
         net = Unroller()
         w = parameters(self)
         x = net.embedding(net.input((2, 3)), w["table.weight"])
-        first = net.scale_param(np.full((1, 2), net._one(), dtype=object), w["first"][0])
+        first = net.multiply_by_parameter(np.full((1, 2), net.one(), dtype=object), w["first"][0])
         x = net.relu(net.shift_param(np.concatenate([first, x]), w["places"]))
         return net, net.dag(net.linear(x, w["out.weight"], w["out.bias"]))
 

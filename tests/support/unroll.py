@@ -100,7 +100,7 @@ class Unroller:
         else:
             self.weights[u, v] = float(weight)
 
-    def _one(self) -> str:
+    def one(self) -> str:
         """A new constant unit."""
         unit: str = self._units("one", (), self.constants)[()]
         return unit
@@ -110,7 +110,7 @@ class Unroller:
 
     def relu(self, x: Array) -> Array:
         """New units, so that x itself can still be used without the activation."""
-        y = self.scale(x, 1.0)
+        y = self.multiply(x, 1.0)
         self.rectified.update(y.flat)
         return y
 
@@ -182,7 +182,7 @@ class Unroller:
 
     def _bias(self, y: Array, bias: Array | None, channel_axis: int) -> None:
         if bias is not None:
-            one = self._one()
+            one = self.one()
             for index in np.ndindex(*y.shape):
                 self._edge(one, y[index], bias[index[channel_axis]])
 
@@ -201,7 +201,7 @@ class Unroller:
     ) -> Array:
         """``w / sigma`` from x, ``-mean w / sigma`` and ``b`` from a constant each."""
         y = self._units("batch_norm", x.shape, self.hidden)
-        minus_mean = self._one()
+        minus_mean = self.one()
         for index in np.ndindex(*x.shape):
             c = index[0]
             per_sigma = 1 / math.sqrt(var[c].item() + eps)
@@ -279,7 +279,7 @@ class Unroller:
 
     def mean(self, x: Array, axes: Sizes, keepdim: bool = False) -> Array:
         y = self.sum(x, axes, keepdim)
-        return self.scale(y, y.size / x.size)
+        return self.multiply(y, y.size / x.size)
 
     def add(self, *xs: Array, signs: Sequence[float] | None = None) -> Array:
         """``sum_k signs[k] * xs[k]`` along fixed edges, shapes broadcast."""
@@ -290,14 +290,14 @@ class Unroller:
                 self._edge(term[index], y[index], sign)
         return y
 
-    def scale(self, x: Array, factor: float | Tensor | Array) -> Array:
+    def multiply(self, x: Array, factor: float | Tensor | Array) -> Array:
         """``factor * x`` along fixed edges; an array of factors broadcasts."""
-        return self.scale_param(x, np.asarray(factor))
+        return self.multiply_by_parameter(x, np.asarray(factor))
 
-    def scale_param(self, x: Array, weight: Array) -> Array:
+    def multiply_by_parameter(self, x: Array, weight: Array) -> Array:
         """``weight * x`` elementwise, shapes broadcast."""
         terms, factors = np.broadcast_arrays(x, weight)
-        y = self._units("scale", terms.shape, self.hidden)
+        y = self._units("multiply", terms.shape, self.hidden)
         for index in np.ndindex(*y.shape):
             self._edge(terms[index], y[index], factors[index])
         return y
@@ -305,14 +305,14 @@ class Unroller:
     def shift_param(self, x: Array, weight: Array) -> Array:
         """``x + weight`` elementwise, shapes broadcast: an edge from a constant, as a bias is."""
         terms, shifts = np.broadcast_arrays(x, weight)
-        y, one = self.scale(terms, 1.0), self._one()
+        y, one = self.multiply(terms, 1.0), self.one()
         for index in np.ndindex(*y.shape):
             self._edge(one, y[index], shifts[index])
         return y
 
     def prelu(self, x: Array, slope: Array) -> Array:
         """An edge of weight 1 and one of the slope: right for paths, not for ``forward``."""
-        y = self.scale(x, 1.0)
+        y = self.multiply(x, 1.0)
         for index in np.ndindex(*x.shape):
             self._edge(x[index], y[index], slope[index[0] if len(slope) > 1 else 0])
         return y

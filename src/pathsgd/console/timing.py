@@ -45,7 +45,7 @@ def time_training_steps(
     seconds: float,
     alone: Sequence[str] = (),
 ) -> tuple[dict[str, StepTimes], dict[str, Exception]]:
-    """Times each method, on a network of its own, for about ``seconds``.
+    """Times each method, on networks of its own, for about ``seconds``.
 
     Methods in ``alone`` are not timed in turn with the others: they heat the machine, and clocks go down for
     all that is timed beside them.
@@ -54,52 +54,39 @@ def time_training_steps(
         The times by method, and the exceptions of those that failed.
     """
     rounds = 1 if x.is_cuda else CPU_ROUNDS
-    timed = [_time_round(make_model, methods, x, y, seconds / rounds, alone) for _ in range(rounds)]
-    times, failed = timed[0]
+    failed: dict[str, Exception] = {}
+    times: dict[str, list[StepTimes]] = {}
+    for _ in range(rounds):
+        steps = {}
+        for name, make_optimizer in methods.items():
+            torch.manual_seed(0)
+            try:
+                steps[name] = _prepare(make_model().to(x.device), make_optimizer, x, y)
+            except (RuntimeError, ValueError) as error:
+                failed[name] = error
+        for name, own in _time_in_turn(steps, seconds / rounds, x.device, alone).items():
+            times.setdefault(name, []).append(own)
     medians = {
-        name: StepTimes(*(statistics.median(each[name][k] for each, _ in timed) for k in range(3)))
-        for name in times
+        name: StepTimes(*map(statistics.median, zip(*own, strict=True)))
+        for name, own in times.items()
+        if name not in failed
     }
     return medians, failed
 
 
-def _time_round(
-    make_model: Callable[[], nn.Module],
-    methods: Mapping[str, MakeOptimizer],
-    x: Tensor,
-    y: Tensor,
-    seconds: float,
-    alone: Sequence[str],
-) -> tuple[dict[str, StepTimes], dict[str, Exception]]:
-    steps: dict[str, tuple[Step, Step, Step]] = {}
-    alive: list[object] = []  # a captured graph does not keep what it works on
-    failed: dict[str, Exception] = {}
-    for name, make_optimizer in methods.items():
-        torch.manual_seed(0)
-        model = make_model().to(x.device)
-        try:
-            optimizer = make_optimizer(model, x[:1])
-            if optimizer is None:
-                continue
-            alive.append((model, optimizer))
-            backward, train = _training_steps(model, optimizer, x, y)
-            train()
-            captured_train = capture(train, x.device)
-            backward()
-            steps[name] = captured_train, capture(optimizer.step, x.device), optimizer.step
-        except (RuntimeError, ValueError) as error:
-            failed[name] = error
-    together = {name: own[0] for name, own in steps.items() if name not in alone}
-    apart = {name: own[0] for name, own in steps.items() if name in alone}
-    train_us = median_us(together, seconds, x.device) | median_us(apart, seconds, x.device)
-    step_us = median_us({name: own[1] for name, own in steps.items()}, seconds / 4, x.device)
-    eager_us = step_us
-    if x.is_cuda:
-        eager_us = median_us({name: own[2] for name, own in steps.items()}, seconds / 4, x.device)
-    return {name: StepTimes(train_us[name], step_us[name], eager_us[name]) for name in train_us}, failed
+class _Steps(NamedTuple):
+    train: Step
+    step: Step
+    eager: Step
+    works_on: object
+    """A captured graph does not keep it."""
 
 
-def _training_steps(model: nn.Module, optimizer: Stepper, x: Tensor, y: Tensor) -> tuple[Step, Step]:
+def _prepare(model: nn.Module, make_optimizer: MakeOptimizer, x: Tensor, y: Tensor) -> _Steps | None:
+    optimizer = make_optimizer(model, x[:1])
+    if optimizer is None:
+        return None
+
     def backward() -> None:
         for parameter in model.parameters():
             parameter.grad = None
@@ -109,7 +96,24 @@ def _training_steps(model: nn.Module, optimizer: Stepper, x: Tensor, y: Tensor) 
         backward()
         optimizer.step()
 
-    return backward, train
+    train()
+    captured = capture(train, x.device)
+    backward()
+    return _Steps(captured, capture(optimizer.step, x.device), optimizer.step, (model, optimizer))
+
+
+def _time_in_turn(
+    prepared: Mapping[str, _Steps | None], seconds: float, device: torch.device, alone: Sequence[str]
+) -> dict[str, StepTimes]:
+    steps = {name: own for name, own in prepared.items() if own is not None}
+    together = {name: own.train for name, own in steps.items() if name not in alone}
+    apart = {name: own.train for name, own in steps.items() if name in alone}
+    train = median_us(together, seconds, device) | median_us(apart, seconds, device)
+    step = median_us({name: own.step for name, own in steps.items()}, seconds / 4, device)
+    eager = step
+    if device.type == "cuda":
+        eager = median_us({name: own.eager for name, own in steps.items()}, seconds / 4, device)
+    return {name: StepTimes(train[name], step[name], eager[name]) for name in train}
 
 
 def median_us(steps: Mapping[str, Step], seconds: float, device: torch.device) -> dict[str, float]:

@@ -153,10 +153,7 @@ def _choose_ends(graph: PathGraph, region: int | None) -> list[int]:
 
 
 def group_norm(
-    model: nn.Module,
-    example_input: Example | PathGraph | None = None,
-    p: float = 2,
-    q: float = math.inf,
+    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, q: float = math.inf
 ) -> Tensor:
     """The group norm ``mu_{p,q}(w) = (sum over units (sum over incoming |w|^p)^(q/p))^(1/q)``,
     differentiable.

@@ -143,12 +143,7 @@ class _Unrolled:
         return out
 
     def matrix(
-        self,
-        operation: Operation,
-        place: int,
-        shapes: list[Shape],
-        weight: Tensor | None,
-        shape: Shape,
+        self, operation: Operation, place: int, shapes: list[Shape], weight: Tensor | None, shape: Shape
     ) -> Tensor:
         """The coefficients of one input of a node, column by column."""
         columns = []

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
+from pathsgd.geometry.extended_float import Arithmetic
 from pathsgd.geometry.passes import powered_network
 from pathsgd.graph.nodes import Square, Weighted
 from pathsgd.graph.path_graph import PathGraph
@@ -79,7 +80,7 @@ def measure_further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str
     weight = double[name]
     with torch.enable_grad():
         v = torch.ones_like(weight).requires_grad_()
-        powered = powered_network(graph, {**double, name: weight * _root(v, p)}, p)
+        powered = powered_network(graph, {**double, name: weight * Arithmetic(p, v.dtype).root(v)}, p)
         ends = [value.mantissa.sum() for k, value in powered.forward() if k in graph.ends]
         f = torch.stack(ends).sum()
         (slopes,) = torch.autograd.grad(f, v, create_graph=True)
@@ -107,12 +108,3 @@ def _diagonal(slopes: Tensor, v: Tensor) -> Tensor:
         )
         found.append(rows.reshape(len(entries), count).gather(1, entries[:, None]))
     return torch.cat(found).reshape(v.shape)
-
-
-def _root(x: Tensor, p: float) -> Tensor:
-    """x^(1/p), by square roots where p allows it: then the derivatives of |x^(1/p)|^p are 1 and 0 exactly."""
-    if p > 1 and math.log2(p).is_integer():
-        for _ in range(int(math.log2(p))):
-            x = x.sqrt()
-        return x
-    return x.pow(1 / p)

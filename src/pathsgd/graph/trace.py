@@ -38,10 +38,7 @@ Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Inputs
 
 
 def trace(
-    model: nn.Module,
-    example_input: Example | PathGraph | None = None,
-    *,
-    batch_dim: int | None = 0,
+    model: nn.Module, example_input: Example | PathGraph | None = None, *, batch_dim: int | None = 0
 ) -> PathGraph:
     """Finds the paths of a model: its units, edges and regions.
 

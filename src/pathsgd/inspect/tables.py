@@ -89,14 +89,10 @@ def to_json(graph: PathGraph, found: Imbalance) -> dict[str, Any]:
     numbers = {region: k for k, region in enumerate(graph.parameter_regions())}
     parameters = [
         {
-            "name": info.name,
-            "aliases": list(info.aliases),
-            "shape": list(info.shape),
-            "trainable": info.trainable,
-            "roles": list(info.roles),
-            "regions": [numbers[region] for region in info.regions],
+            **asdict(info),
+            "status": info.status.value,
             "path_normalised": info.normalised,
-            "reason": info.reason,
+            "regions": [numbers[region] for region in info.regions],
         }
         for info in graph.parameters.values()
     ]

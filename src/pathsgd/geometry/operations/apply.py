@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import contract
-from pathsgd.geometry.operations.convolution import conv
+from pathsgd.geometry.operations.convolution import conv, transpose_conv
 from pathsgd.geometry.operations.views import apply_view, cat
 from pathsgd.geometry.operations.windows import window_matrix
 from pathsgd.graph import nodes
@@ -112,22 +112,7 @@ def adjoint(
             back = Embed(operation.dim, operation.start, shapes[0][operation.dim], operation.step)
             return [apply_view(back, gradient)]
         case Embed():
-            length = shapes[0][operation.dim]
-            return [apply_view(Slice(operation.dim, operation.start, length, operation.step), gradient)]
-
-
-def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
-    """The adjoint of a convolution: its transpose, and the other way round, with the same weight."""
-    if operation.transposed:
-        return replace(operation, transposed=False, output_padding=(0,) * len(operation.stride))
-    kernel = operation.weight.shape[2:]
-    natural = [
-        (out[2 + k] - 1) * operation.stride[k] - 2 * operation.padding[k]
-        + operation.dilation[k] * (kernel[k] - 1) + 1
-        for k in range(len(kernel))
-    ]  # fmt: skip
-    extra = tuple(into[2 + k] - natural[k] for k in range(len(kernel)))
-    return replace(operation, transposed=True, output_padding=extra)
+            raise AssertionError("an adjoint in a traced graph")
 
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:

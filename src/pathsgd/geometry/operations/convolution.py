@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def _product(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
     )
     y = edges.reshape(len(edges), -1) @ patches[0]
     return y.reshape(1, len(edges), *_output_size(operation, tuple(x.shape[2:])))
+
+
+def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
+    """The adjoint of a convolution: its transpose, and the other way round, with the same weight."""
+    none = (0,) * len(operation.stride)
+    flipped = replace(operation, transposed=not operation.transposed, output_padding=none)
+    if operation.transposed:
+        return flipped
+    natural = _output_size(flipped, out[2:])
+    return replace(flipped, output_padding=tuple(n - m for n, m in zip(into[2:], natural, strict=True)))
 
 
 def by_output(operation: Conv, weight: Tensor) -> Tensor:

@@ -50,12 +50,7 @@ def _initial(b: Builder, state: Value, k: int) -> Paths | None:
 
 
 def _run(
-    b: Builder,
-    x: Paths,
-    time: int,
-    weights: list[Weight],
-    state: Paths | None,
-    backward: bool,
+    b: Builder, x: Paths, time: int, weights: list[Weight], state: Paths | None, backward: bool
 ) -> tuple[Paths, Paths]:
     w_ih, w_hh, *biases = weights
     shape = b.shape(x)

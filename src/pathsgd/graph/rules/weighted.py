@@ -211,9 +211,7 @@ def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
         # A mask or a constant on a parameter: still one edge weight per entry of the parameter.
         owner = left if left.parameter is not None else right
         return replace(
-            owner,
-            shape=broadcast(left.shape, right.shape),
-            factors=(*left.factors, *right.factors),
+            owner, shape=broadcast(left.shape, right.shape), factors=(*left.factors, *right.factors)
         )
     raise Ends("a weight computed from other tensors")
 
