@@ -148,7 +148,17 @@ class Dag(Generic[Unit]):
         return [edge for edge in self.weights if edge not in self.fixed]
 
     def forward(self, x: Mapping[Unit, float]) -> dict[Unit, float]:
-        """``f_{G,w,relu}(x)``: the value of each output, given the value of each input."""
+        """``f_{G,w,relu}(x)``.
+
+        Args:
+            x: the value of each input.
+
+        Returns:
+            The value of each output.
+
+        Raises:
+            ValueError: x has a value too many or too few.
+        """
         values = self._values(x)
         return {unit: values[unit] for unit in self.outputs}
 
@@ -164,7 +174,18 @@ class Dag(Generic[Unit]):
     def gradient(
         self, x: Mapping[Unit, float], output_gradient: Mapping[Unit, float]
     ) -> dict[tuple[Unit, Unit], float]:
-        """``dL/dw_e`` for every edge not fixed at one example x, given ``dL/df`` per output."""
+        """``dL/dw_e`` at one example.
+
+        Args:
+            x: the value of each input.
+            output_gradient: ``dL/df`` of each output.
+
+        Returns:
+            The derivative for every edge that is not fixed.
+
+        Raises:
+            ValueError: a value is missing or belongs to no unit.
+        """
         _check_keys("output_gradient", output_gradient, self.outputs)
         values = self._values(x)
         deltas = dict(output_gradient)  # dL / d(the sum that a unit receives)
@@ -189,7 +210,14 @@ class Dag(Generic[Unit]):
         return sum(self._paths_onward[unit] for unit in self._sources)
 
     def paths(self) -> Iterator[Path[Unit]]:
-        """Every path from an input or constant to an output, as a tuple of edges."""
+        """Every path from an input or constant to an output.
+
+        Returns:
+            Tuples of edges.
+
+        Raises:
+            ValueError: there are more than ``max_paths``.
+        """
         if self.path_count > self.max_paths:
             raise ValueError(
                 f"{self.path_count} paths are too many to list (max_paths = {self.max_paths}): "
@@ -212,7 +240,17 @@ class Dag(Generic[Unit]):
         return {path: math.prod(self.weights[edge] for edge in path) for path in self.paths()}
 
     def phi(self, p: float) -> float:
-        """``phi_p(w) = ||pi(w)||_p``, the path norm; for p = inf the heaviest path."""
+        """``phi_p(w) = ||pi(w)||_p``, the path norm.
+
+        Args:
+            p: the order of the norm, from 1 to ``math.inf``; the latter takes the heaviest path.
+
+        Returns:
+            The norm.
+
+        Raises:
+            ValueError: p is below 1, or there are too many paths to list.
+        """
         return _norm(self.path_vector().values(), p)
 
     def phi_per_output(self, p: float) -> dict[Unit, float]:
@@ -226,6 +264,15 @@ class Dag(Generic[Unit]):
         """``gamma_p(w, e) = (sum_{paths through e} prod_{e_k != e} |w_{e_k}|^p)^(2/p)``.
 
         That is the squared l_p norm of the paths through e with e itself left out.
+
+        Args:
+            p: the order of the norm, from 1 to ``math.inf``.
+
+        Returns:
+            gamma of every edge.
+
+        Raises:
+            ValueError: p is below 1, or there are too many paths to list.
         """
         root = 2 / _power(p)
         return {edge: _power_sum(rests, p) ** root for edge, rests in self._products_without.items()}
@@ -266,7 +313,17 @@ class Dag(Generic[Unit]):
         return gamma_out
 
     def gamma_algorithm1(self, p: float) -> dict[tuple[Unit, Unit], float]:
-        """Algorithm 1, line 7: ``gamma(u -> v) = gamma_in(u)^(2/p) gamma_out(v)^(2/p)``."""
+        """Algorithm 1, line 7: ``gamma(u -> v) = gamma_in(u)^(2/p) gamma_out(v)^(2/p)``.
+
+        Args:
+            p: the order of the norm, from 1 to ``math.inf``.
+
+        Returns:
+            gamma of every edge.
+
+        Raises:
+            ValueError: p is below 1.
+        """
         gamma_in, gamma_out, root = self.gamma_in(p), self.gamma_out(p), 2 / _power(p)
         return {(u, v): gamma_in[u] ** root * gamma_out[v] ** root for u, v in self.weights}
 
@@ -274,6 +331,17 @@ class Dag(Generic[Unit]):
         """Algorithm 1, line 8: ``w_e - lr / gamma(w, e) * dL/dw_e``.
 
         Fixed edges stay, and so do edges of gamma 0: no path counts them, so their gradient is 0.
+
+        Args:
+            gradient: ``dL/dw_e`` for every edge that is not fixed.
+            lr: the learning rate.
+            p: the order of the norm, from 1 to ``math.inf``.
+
+        Returns:
+            The network after the step.
+
+        Raises:
+            ValueError: p is below 1, or a gradient is missing or belongs to no edge.
         """
         _check_keys("gradient", gradient, self._trainable)
         gamma, weights = self.gamma_algorithm1(p), dict(self.weights)
@@ -283,14 +351,36 @@ class Dag(Generic[Unit]):
         return replace(self, weights=weights)
 
     def mu(self, p: float, q: float) -> float:
-        """``mu_{p,q}(w) = (sum_v (sum_{u -> v} |w_uv|^p)^(q/p))^(1/q)`` over edges not fixed."""
+        """``mu_{p,q}(w) = (sum_v (sum_{u -> v} |w_uv|^p)^(q/p))^(1/q)`` over edges that are not fixed.
+
+        Args:
+            p: the order of the norm over the weights into a unit.
+            q: the order of the norm over units.
+
+        Returns:
+            The norm.
+
+        Raises:
+            ValueError: p or q is below 1.
+        """
         into: dict[Unit, list[float]] = {unit: [] for unit in self.units}
         for u, v in self._trainable:
             into[v].append(self.weights[u, v])
         return _norm((_norm(weights, p) for weights in into.values()), q)
 
     def rescale(self, unit: Unit, c: float) -> Dag[Unit]:
-        """``rho_{c,v}(w)``: edges into the hidden unit v times c, edges out of it divided by c."""
+        """``rho_{c,v}(w)``: edges into the hidden unit v times c, edges out of it divided by c.
+
+        Args:
+            unit: the unit v.
+            c: the factor, over 0 and finite.
+
+        Returns:
+            The rescaled network, which computes the same function.
+
+        Raises:
+            ValueError: v is no hidden unit or has a fixed edge, or c is invalid.
+        """
         self._check_known(unit)
         if unit in self._sources or unit in self._sinks:
             raise ValueError(f"Cannot rescale {unit!r}, an input, constant or output: choose a hidden unit")

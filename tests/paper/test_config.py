@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
 from pathsgd import PathError
 from pathsgd.paper import Run, Seeds, Setup, Study
 from pathsgd.paper.config import StudySetup
-from pathsgd.paper.config_json import field_docs, from_json
+from pathsgd.paper.config_json import from_json
 from pathsgd.paper.optimizers import METHODS
 
 SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
@@ -34,14 +37,14 @@ class LaterRun(Run):
     """A run with fields that were added after runs had been recorded."""
 
     warmup: int = 0
-    schedule: tuple[float, ...] = ()
+    schedule: list[float] = dataclasses.field(default_factory=list)
 
 
 def test_a_new_field_changes_names_only_off_its_default():
     values = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(Run)}
     later = LaterRun(**values)
     assert later.name == SMALL.name
-    names = {SMALL.name} | {LaterRun(**values, **new).name for new in ({"warmup": 1}, {"schedule": (0.1,)})}
+    names = {SMALL.name} | {LaterRun(**values, **new).name for new in ({"warmup": 1}, {"schedule": [0.1]})}
     for noise in (0, 1):
         names.add(LaterRun(**{**values, "seed": LaterSeeds(noise=noise)}).name)
     assert len(names) == 4
@@ -79,7 +82,13 @@ def test_a_study_refuses_what_its_runs_would():
 
 @pytest.mark.parametrize("config", [Run, Seeds, Study, Setup, StudySetup])
 def test_every_field_is_documented(config):
-    docs = {name: text for base in reversed(config.__mro__[:-1]) for name, text in field_docs(base).items()}
+    """By the string literal under it."""
+    docs = {}
+    for base in reversed(config.__mro__[:-1]):
+        (tree,) = ast.parse(inspect.getsource(base)).body
+        for field, text in pairwise(tree.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[field.target.id] = text.value.value
     assert {field.name for field in dataclasses.fields(config)} <= set(docs)
     for name in ("method", "methods"):
         assert all(method in docs[name] for method in METHODS if name in docs)

@@ -29,7 +29,7 @@ def solve_balance(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: flo
     order = 1.0 if math.isinf(p) else p
     unchanged = torch.zeros(units.count, dtype=torch.float64)
     system = _System.of(graph, tensors, units, p)
-    if not system.families:
+    if not system.groups:
         return 0.0, unchanged
     largest = system.largest_sum()
     start = math.log(largest) / order if largest > 0 else 0.0
@@ -84,11 +84,12 @@ def _bracket(excess: Callable[[float], float], start: float, reach: float) -> tu
 
 
 @dataclass
-class _Family:
-    """``sum over incoming weights`` for a family of units: matrices and the classes they come from."""
+class _GroupPowers:
+    """``|w|^p`` of the weights into a group of units, with the classes at both ends."""
 
     heads: Tensor
     parts: list[tuple[Tensor, Tensor]]
+    """(powers, classes they come from), by unit and incoming weight."""
 
     def sums(self, powers: Tensor, infinite: bool) -> Tensor:
         """``sum_u |w_uv|^p a_u`` (or the maximum) of every unit."""
@@ -115,11 +116,11 @@ class _Family:
 class _System:
     """The inequalities of a network, in an order in which they can be solved."""
 
-    families: list[_Family]
-    components: list[tuple[list[_Family], Tensor, bool]]
-    """(families, their classes, whether they depend on themselves), earlier ones first."""
-    fixed: list[_Family]
-    """The families with units that cannot be rescaled."""
+    groups: list[_GroupPowers]
+    components: list[tuple[list[_GroupPowers], Tensor, bool]]
+    """(groups, their classes, whether they depend on themselves), earlier ones first."""
+    fixed: list[_GroupPowers]
+    """The groups with units that cannot be rescaled."""
     count: int
     held: Tensor
     infinite: bool
@@ -129,20 +130,20 @@ class _System:
         infinite = math.isinf(p)
         held = units.squared.clone()
         held[FIXED] = True
-        families = []
+        groups = []
         for group in unit_groups(graph):
             heads = group.heads(units)
             rows = [part.rows(tensors, torch.float64).abs().cpu() for part in group.parts]
             weights = rows if infinite else [row.pow(p) for row in rows]
             tails = [part.tails(units) for part in group.parts]
-            families.append(_Family(heads, list(zip(weights, tails, strict=True))))
-        fixed = [family for family in families if bool(held[family.heads].any())]
-        return _System(families, _order_components(families, held), fixed, units.count, held, infinite)
+            groups.append(_GroupPowers(heads, list(zip(weights, tails, strict=True))))
+        fixed = [group for group in groups if bool(held[group.heads].any())]
+        return _System(groups, _order_components(groups, held), fixed, units.count, held, infinite)
 
     def largest_sum(self) -> float:
         """``mu^p`` of the network as it is."""
         ones = torch.ones(self.count, dtype=torch.float64)
-        return max(float(family.sums(ones, self.infinite).max()) for family in self.families)
+        return max(float(group.sums(ones, self.infinite).max()) for group in self.groups)
 
     def excess(self, log_damping: float) -> float:
         """log of the worst inequality of a unit that cannot be rescaled; +inf if M is infeasible."""
@@ -150,37 +151,39 @@ class _System:
         if powers is None:
             return math.inf
         worst = 0.0
-        for family in self.fixed:
-            sums = family.sums(powers, self.infinite)
-            worst = max(worst, float(sums[self.held[family.heads]].max()))
+        for group in self.fixed:
+            sums = group.sums(powers, self.infinite)
+            worst = max(worst, float(sums[self.held[group.heads]].max()))
         return math.log(worst) + log_damping if worst > 0 else -math.inf
 
     def solve(self, log_damping: float) -> Tensor | None:
         """The least ``a`` for one M, with ``log_damping = log M^-p``; None if there is none."""
         damping = math.exp(min(log_damping, 709.0))
         powers = self.held.to(torch.float64)
-        for families, classes, circular in self.components:
+        for groups, classes, circular in self.components:
             if not circular:
-                self._sweep_once(families, powers, damping)
-            elif not self._solve_circle(families, classes, powers, damping):
+                self._sweep_once(groups, powers, damping)
+            elif not self._solve_circle(groups, classes, powers, damping):
                 return None
         return powers if bool(torch.isfinite(powers).all()) else None
 
-    def _sweep_once(self, families: list[_Family], powers: Tensor, damping: float) -> None:
+    def _sweep_once(self, groups: list[_GroupPowers], powers: Tensor, damping: float) -> None:
         updates = powers.clone()
-        for family in families:
-            sums = damping * family.sums(powers, self.infinite)
-            updates.scatter_reduce_(0, family.heads, sums, "amax")
+        for group in groups:
+            sums = damping * group.sums(powers, self.infinite)
+            updates.scatter_reduce_(0, group.heads, sums, "amax")
         powers.copy_(torch.where(self.held, powers, updates))
 
-    def _solve_circle(self, families: list[_Family], classes: Tensor, powers: Tensor, damping: float) -> bool:
+    def _solve_circle(
+        self, groups: list[_GroupPowers], classes: Tensor, powers: Tensor, damping: float
+    ) -> bool:
         if self.infinite:
-            return self._sweep_until_stable(families, classes, powers, damping)
+            return self._sweep_until_stable(groups, classes, powers, damping)
         number = torch.full((self.count,), -1)
         number[classes] = torch.arange(len(classes))
-        rows = torch.cat([family.matrix(number, len(classes)) for family in families])
-        known = torch.cat([family.sums(powers, False) for family in families])
-        heads = number[torch.cat([family.heads for family in families])]
+        rows = torch.cat([group.matrix(number, len(classes)) for group in groups])
+        known = torch.cat([group.sums(powers, False) for group in groups])
+        heads = number[torch.cat([group.heads for group in groups])]
         rows, known, heads = rows[heads >= 0], known[heads >= 0], heads[heads >= 0]
         current = torch.zeros(len(classes), dtype=torch.float64)
         policy: Tensor | None = None
@@ -207,12 +210,12 @@ class _System:
         return True
 
     def _sweep_until_stable(
-        self, families: list[_Family], classes: Tensor, powers: Tensor, damping: float
+        self, groups: list[_GroupPowers], classes: Tensor, powers: Tensor, damping: float
     ) -> bool:
         """p = inf: longest paths, which have settled after as many rounds as there are classes."""
         for _ in range(len(classes) + 1):
             before = powers[classes].clone()
-            self._sweep_once(families, powers, damping)
+            self._sweep_once(groups, powers, damping)
             if torch.equal(powers[classes], before):
                 return True
         return False
@@ -231,20 +234,22 @@ def _pick_largest_rows(values: Tensor, heads: Tensor, size: int, policy: Tensor 
     return chosen
 
 
-def _order_components(families: list[_Family], held: Tensor) -> list[tuple[list[_Family], Tensor, bool]]:
-    """Families that have to be solved together, after those they depend on."""
-    free = [torch.unique(f.heads[~held[f.heads]]) for f in families]
+def _order_components(
+    groups: list[_GroupPowers], held: Tensor
+) -> list[tuple[list[_GroupPowers], Tensor, bool]]:
+    """Groups that have to be solved together, after those they depend on."""
+    free = [torch.unique(f.heads[~held[f.heads]]) for f in groups]
     owner = torch.full((len(held),), -1)
-    together = UnionFind(len(families))
+    together = UnionFind(len(groups))
     for k, classes in enumerate(free):
         # A class takes the largest of all inequalities into it, so these go together.
         for other in _owners(owner, classes):
             together.union(k, other)
         owner[classes] = k
-    sources = [_owners(owner, torch.cat([tails.flatten() for _, tails in f.parts])) for f in families]
+    sources = [_owners(owner, torch.cat([tails.flatten() for _, tails in f.parts])) for f in groups]
     while True:
         members: dict[int, list[int]] = {}
-        for k in range(len(families)):
+        for k in range(len(groups)):
             if len(free[k]):
                 members.setdefault(together.find(k), []).append(k)
         feeding = {root: {together.find(s) for k in ks for s in sources[k]} for root, ks in members.items()}
@@ -257,7 +262,7 @@ def _order_components(families: list[_Family], held: Tensor) -> list[tuple[list[
                 together.union(first, other)
     return [
         (
-            [families[k] for k in members[r]],
+            [groups[k] for k in members[r]],
             torch.cat([free[k] for k in members[r]]).unique(),
             r in feeding[r],
         )

@@ -35,11 +35,9 @@ class RangeCheck:
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        readers: dict[int, set[type]] = {}
-        for node in self.network.graph.nodes:
-            for source in node.inputs:
-                readers.setdefault(source, set()).add(type(node.operation))
-        self._summands = {k for k, kinds in readers.items() if kinds == {Add}} - set(self.network.graph.ends)
+        graph = self.network.graph
+        kinds = [{type(graph.nodes[k].operation) for k in readers} for readers in graph.readers()]
+        self._summands = {k for k, kind in enumerate(kinds) if kind == {Add}} - set(graph.ends)
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
         operation = self.network.graph.nodes[k].operation
@@ -49,7 +47,7 @@ class RangeCheck:
             return  # what is too small to matter in a sum may be lost; the sum is looked at
         mantissa = value.mantissa
         if forward and isinstance(operation, Source):
-            # A bias of zero is common and no reason to look closer.
+            # A bias of zero is common and no reason for exponents.
             arithmetic, weight = self.network.edges.for_operation(k)
             assert weight is not None
             power = arithmetic.power(weight.to(arithmetic.dtype))
@@ -116,9 +114,10 @@ class RangeCheck:
         """The same question for what flows back into node k from its readers."""
         plain = Arithmetic(1.0, self.network.arithmetic.dtype)
         nodes = self.network.graph.nodes
-        for reader, node in enumerate(nodes):
-            if k not in node.inputs or reader not in gradients:
+        for reader in self.network.graph.readers()[k]:
+            if reader not in gradients:
                 continue
+            node = nodes[reader]
             shapes = [nodes[source].shape for source in node.inputs]
             alive = _indicator(gradients[reader].mantissa, plain)
             weight = self._nonzero(reader)

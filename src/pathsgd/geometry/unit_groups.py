@@ -1,7 +1,7 @@
 """The incoming weights of every unit: the groups over which mu_{p,q} is taken.
 
 A unit is where weighted edges meet: everything summed into one place by additions that nothing else
-looks into is one unit, as in the paper's graph. So a bias belongs to its linear layer, both matrices
+reads is one unit, as in the paper's graph. So a bias belongs to its linear layer, both matrices
 and both biases of a recurrence belong to its hidden unit, and the three edges of a batch norm to its
 affine output. A convolution's channel is one unit, not one per place.
 """
@@ -23,14 +23,14 @@ from pathsgd.graph.unit_classes import UnitClasses
 
 @dataclass(frozen=True)
 class Part:
-    """One operation's share of the weights into a family of units."""
+    """One operation's share of the weights into a group of units."""
 
     node: int
     operation: Linear | Conv | Multiply | Source
     layout: Shape
     """Where this part's rows lie, broadcastable to the units' layout."""
     units: Shape
-    """The layout of the family: a shape that broadcasts to the value's."""
+    """The layout of the group: a shape that broadcasts to the value's."""
 
     def rows(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The signed weights, one row per unit."""
@@ -65,7 +65,7 @@ class Part:
         return self._spread(self._by_unit(edge.tail.expand(shape)))
 
     def heads(self, units: UnitClasses) -> Tensor:
-        """The class of every unit of the family."""
+        """The class of every unit of the group."""
         edge = units.edges[self.node]
         if (own := self._uncovered(units)) is not None:
             return own
@@ -92,14 +92,14 @@ class Part:
                 return weight.reshape(-1, 1)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Rows repeated where the family has more units than this part has rows."""
+        """Rows repeated where the group has more units than this part has rows."""
         index = self.row_of_unit()
         return rows if index is None else rows[index.to(rows.device)]
 
 
 @dataclass(frozen=True)
 class Group:
-    """A family of units with the parts that lead into them."""
+    """Units that the same operations lead into."""
 
     parts: tuple[Part, ...]
 
@@ -109,28 +109,25 @@ class Group:
 
 
 def unit_groups(graph: PathGraph) -> list[Group]:
-    """The families of units that have trainable incoming weights, each weight in exactly one use."""
-    consumers: list[list[int]] = [[] for _ in graph.nodes]
-    for k, node in enumerate(graph.nodes):
-        for source in node.inputs:
-            consumers[source].append(k)
+    """The groups of units that have trainable incoming weights, each weight in exactly one use."""
+    readers = graph.readers()
 
     def root(k: int) -> int:
-        while k not in graph.ends and len(consumers[k]) == 1:
-            (after,) = consumers[k]
+        while k not in graph.ends and len(readers[k]) == 1:
+            (after,) = readers[k]
             if not isinstance(graph.nodes[after].operation, Add):
                 break
             k = after
         return k
 
-    families: dict[int, list[int]] = {}
+    members_of: dict[int, list[int]] = {}
     for k, weight in graph.weights():
         if weight.parameter is not None:
-            families.setdefault(root(k), []).append(k)
+            members_of.setdefault(root(k), []).append(k)
     # The same weights at another time, or at another call of a module, are the same units; the first
     # step of a recurrence, which lacks the weights from its state, is part of the others.
     distinct: dict[frozenset[tuple[str, ...]], list[int]] = {}
-    for members in families.values():
+    for members in members_of.values():
         distinct.setdefault(frozenset(_identity(graph, k) for k in members), members)
     return [
         _group(graph, members) for names, members in distinct.items()

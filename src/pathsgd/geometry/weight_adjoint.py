@@ -37,14 +37,11 @@ def linear_ends(
 def sums_of_biases(graph: PathGraph) -> dict[int, int]:
     """The sum that a bias goes into, if nothing else reads the bias: gamma_out is then the same for every
     other bias of that sum, as for the two of a batch norm."""
-    readers: dict[int, list[int]] = {}
-    for k, node in enumerate(graph.nodes):
-        for source in node.inputs:
-            readers.setdefault(source, []).append(k)
+    readers = graph.readers()
     return {
         k: readers[k][0]
         for k, node in enumerate(graph.nodes)
-        if isinstance(node.operation, Source) and k not in graph.ends and len(readers.get(k, ())) == 1
+        if isinstance(node.operation, Source) and k not in graph.ends and len(readers[k]) == 1
         if isinstance(graph.nodes[readers[k][0]].operation, Add)
     }
 

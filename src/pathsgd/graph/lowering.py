@@ -104,10 +104,9 @@ class _Lowering:
         rule = RULES.get(call.name)
         carries = _leaves(call.arguments)
         try:
-            if not any(isinstance(value, (Paths, Weight)) for value in carries) and rule is None:
-                raise Ends(f"a constant made by {call.name}")
             if rule is None:
-                raise Ends(why_it_ends(call.name))
+                constant = not any(isinstance(value, (Paths, Weight)) for value in carries)
+                raise Ends(f"a constant made by {call.name}" if constant else why_it_ends(call.name))
             result = rule.write(builder, call)
             for name in call.arguments:
                 if name not in call.read and name not in rule.ignores:
@@ -117,7 +116,7 @@ class _Lowering:
                 result = result[0]
             self.values[node] = result
         except Ends as reason:
-            self.values[node] = self._ended(node, call, str(reason), carries)
+            self.values[node] = self._end(node, call, str(reason), carries)
 
     def outputs(self, node: fx.Node) -> list[Any]:
         """What the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""
@@ -137,7 +136,7 @@ class _Lowering:
                 self.builder.end(value, "returned by the model")
         return returned
 
-    def _ended(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
+    def _end(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""
         carries_paths = any(isinstance(value, Paths) for value in inputs)
         parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()

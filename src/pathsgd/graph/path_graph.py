@@ -121,6 +121,18 @@ class PathGraph:
             if isinstance(node.operation, Weighted):
                 yield k, node.operation.weight
 
+    def readers(self) -> list[list[int]]:
+        """The nodes that read each node.
+
+        Returns:
+            Their numbers by node; a node that reads another twice is listed twice.
+        """
+        readers: list[list[int]] = [[] for _ in self.nodes]
+        for k, node in enumerate(self.nodes):
+            for source in node.inputs:
+                readers[source].append(k)
+        return readers
+
     def parameter_regions(self) -> list[int]:
         """The regions that hold parameters.
 

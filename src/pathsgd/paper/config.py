@@ -113,12 +113,11 @@ class Run:
 
 def _identity(config: Run | Seeds) -> dict[str, Any]:
     """The fields that name a run: the founding ones, and later ones that are not at their default."""
-    found = {}
-    for one in dataclasses.fields(config):
-        value = getattr(config, one.name)
-        if one.name in config.FOUNDING_FIELDS or value != one.default:
-            found[one.name] = _identity(value) if isinstance(value, Seeds) else value
-    return found
+    return {
+        name: _identity(value) if isinstance(value, Seeds) else value
+        for (name, value), default in zip(vars(config).items(), vars(type(config)()).values(), strict=True)
+        if name in config.FOUNDING_FIELDS or value != default
+    }
 
 
 def _check_run(run: Run) -> None:

@@ -1,14 +1,10 @@
-"""Dataclasses from JSON, checked field by field, and the docstrings of their fields."""
+"""Dataclasses from JSON, checked field by field."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import textwrap
 import types
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pathsgd import PathError
@@ -54,21 +50,3 @@ def _check(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise PathError(f"{where}: expected {kind.__name__}, found {value!r}")
     return value
-
-
-def field_docs(config: type[Any]) -> dict[str, str]:
-    """The string literal under each field of a dataclass, on one line.
-
-    >>> from pathsgd.paper.config import Run
-    >>> field_docs(Run)["step_size"]
-    'the learning rate'
-    """
-    (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(config))).body
-               if isinstance(node, ast.ClassDef))  # fmt: skip
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }  # fmt: skip

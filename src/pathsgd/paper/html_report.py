@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +12,6 @@ from pathsgd.console.files import write_atomically
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import AGAINST, Claim
 from pathsgd.paper.analysis.study_tables import Table, tabulate_choices
-from pathsgd.paper.config import Study
-from pathsgd.paper.config_json import field_docs
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.style import format_size, title_of
 from pathsgd.paper.optimizers import METHODS
@@ -25,7 +21,6 @@ from pathsgd.paper.records.study_results import StudyResults, describe
 LARGEST_SVG = 600_000
 """Bytes above which a figure is embedded as PNG."""
 IMAGE_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
-NUMBER = re.compile(r"^[<~≈]?[-+−]?\d")
 
 
 def write_report(
@@ -37,7 +32,6 @@ def write_report(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["numeric_columns"] = _find_numeric_columns
     study, flat = results.study, [dict(_flatten(one)) for one in results.manifests]
     page = environment.get_template("html_report.html").render(
         title=f"Path-SGD on {', '.join(map(title_of, study.datasets))}",
@@ -51,22 +45,16 @@ def write_report(
         search=tabulate_choices(results.choices),
         choices=results.choices,
         failures=list(_list_failures(results)),
-        options=_list_options(study),
+        options=[[n.replace("_", " "), _format(n, value)] for n, value in vars(study).items()],
         data=[
             [title_of(n), f"{info.train} + {info.test}", info.checksum] for n, info in results.data.items()
         ],
-        manifest_count=len(flat),
         manifest=[
             [name, *(str(one.get(name, "")) for one in flat)]
             for name in dict.fromkeys(name for one in flat for name in one)
         ],
     )
     write_atomically(path, page.encode("utf-8", "backslashreplace"))
-
-
-def _find_numeric_columns(rows: Sequence[Sequence[object]], count: int) -> list[bool]:
-    columns = [[row[k] for row in rows if row[k]] for k in range(count)]
-    return [bool(column) and all(NUMBER.match(str(value)) for value in column) for column in columns]
 
 
 def _lede(results: StudyResults) -> str:
@@ -104,14 +92,6 @@ def _list_failures(results: StudyResults) -> Iterator[str]:
             reasons = "; ".join(dict.fromkeys(record.reason or record.status for record in failed))
             count = f"{len(failed)} of {len(records)} final runs"
             yield f"{describe(cell)}: {count} {failed[0].status} ({reasons})"
-
-
-def _list_options(study: Study) -> list[list[str]]:
-    docs = field_docs(Study)
-    return [
-        [field.name.replace("_", " "), _format(field.name, getattr(study, field.name)), docs[field.name]]
-        for field in dataclasses.fields(study)
-    ]
 
 
 def _format(name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd import PathAdagrad, PathAdam, PathError, PathGraph, PathNormalized, PathSGD
+from pathsgd import PathError, PathGraph, PathNormalized, PathSGD
 from pathsgd.console.muon import MuonAndSGD
 from pathsgd.paper.training.fused_adagrad import FusedAdagrad
 
@@ -55,35 +55,26 @@ def _adagrad(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimiz
     return _torch(torch.optim.Adagrad)(model, graph, lr, p)
 
 
-def _path_adamw(model: nn.Module, graph: PathGraph, lr: float, p: float) -> Optimizer:
-    options = _for_device(torch.optim.AdamW, model, {})
-    return PathNormalized(torch.optim.AdamW, model, graph, p=p, lr=lr, **options)
+def _normalized(kind: type[Optimizer]) -> Make:
+    return lambda m, g, lr, p: PathNormalized(kind, m, g, p=p, lr=lr, **_for_device(kind, m, {}))
+
+
+def _path_sgd(**options: Any) -> Make:
+    return lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p, **options)
 
 
 METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _torch(torch.optim.SGD)),
     "adagrad": Method("AdaGrad", _adagrad),
-    "path-sgd": Method("Path-SGD", lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p), invariant=True),
+    "path-sgd": Method("Path-SGD", _path_sgd(), invariant=True),
     "momentum": Method("SGD, momentum 0.9", _torch(torch.optim.SGD, momentum=0.9)),
     "adam": Method("Adam", _torch(torch.optim.Adam)),
     "adamw": Method("AdamW", _torch(torch.optim.AdamW)),
     "muon": Method("Muon", lambda m, g, lr, p: MuonAndSGD(m, lr)),
-    "path-momentum": Method(
-        "Path-SGD, momentum 0.9",
-        lambda m, g, lr, p: PathSGD(m, g, lr=lr, p=p, momentum=0.9),
-        invariant=True,
-    ),
-    "path-adagrad": Method(
-        "Path-AdaGrad",
-        lambda m, g, lr, p: PathAdagrad(m, g, lr, p=p, **_for_device(torch.optim.Adagrad, m, {})),
-        invariant=True,
-    ),
-    "path-adam": Method(
-        "Path-Adam",
-        lambda m, g, lr, p: PathAdam(m, g, lr, p=p, **_for_device(torch.optim.Adam, m, {})),
-        invariant=True,
-    ),
-    "path-adamw": Method("Path-AdamW", _path_adamw, invariant=True),
+    "path-momentum": Method("Path-SGD, momentum 0.9", _path_sgd(momentum=0.9), invariant=True),
+    "path-adagrad": Method("Path-AdaGrad", _normalized(torch.optim.Adagrad), invariant=True),
+    "path-adam": Method("Path-Adam", _normalized(torch.optim.Adam), invariant=True),
+    "path-adamw": Method("Path-AdamW", _normalized(torch.optim.AdamW), invariant=True),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from importlib.util import find_spec
 from typing import Any
 
 from pathsgd.paper.config import Run
@@ -57,15 +58,12 @@ class TerminalProgress(Progress):
         self.close()
         if self.quiet:
             return
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm  # type: ignore[import-untyped]
-            except ImportError:
-                pass
-            else:
-                self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
-                return
-        self.message(f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}")
+        if sys.stderr.isatty() and find_spec("tqdm") is not None:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(total=epochs, desc=title, unit="epoch", dynamic_ncols=True, leave=False)
+        else:
+            self.message(f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}")
 
     def epoch(self, run: Run, metrics: Metrics) -> None:
         if self.every_epoch:

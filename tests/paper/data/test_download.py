@@ -18,9 +18,9 @@ import torch
 from filelock import FileLock
 
 from pathsgd.paper.data import download
-from pathsgd.paper.data import load as loading
 from pathsgd.paper.data.load import load
 from pathsgd.paper.data.sources import SOURCES, Remote
+from pathsgd.paper.records import folder_lock
 from support.data_files import left_over, refused, write_cifar, write_mnist
 
 # pooch leaves the socket of a failed download to the garbage collector.
@@ -137,14 +137,14 @@ def test_no_server_and_no_folder(served, tmp_path, monkeypatch):
     refused("mnist", folder, "cannot be downloaded", "Connection refused", download=True)
     assert left_over(folder) == []
     (tmp_path / "file").write_text("")
-    refused("mnist", tmp_path / "file", "cannot be written to", "--data-dir", download=True)
+    refused("mnist", tmp_path / "file", "is not a folder that can be written to", "--data-dir", download=True)
 
 
 def test_one_process_at_a_time(served, monkeypatch):
     server, folder, _ = served
     folder.mkdir(parents=True)
     held, said = FileLock(folder / ".lock"), threading.Event()
-    monkeypatch.setattr(loading, "print", lambda *_, **__: said.set(), raising=False)
+    monkeypatch.setattr(folder_lock, "print", lambda *_, **__: said.set(), raising=False)
     held.acquire()
     waiting = threading.Thread(target=load, args=("mnist", folder))
     waiting.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from pathsgd.geometry.range_check import safe_range
 from pathsgd.optim.fused import torch_rules
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
-from pathsgd.optim.rule import Rule, State, apply_momentum, apply_steps, gradients_to_z, single_tensor
+from pathsgd.optim.rule import Each, Rule, State, apply_momentum, apply_steps, gradients_to_z, single_tensor
 
 BLOCK = 1 << 20
 """Entries of a block: a few such blocks stay in the cache that the cores share, and a call of torch costs
@@ -72,7 +73,8 @@ class Blocked:
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         if layer.bias is not None and layer.bias_grad is not None:
-            update_(layer.bias, layer.bias_grad, layer.bias_state, self.bias[k], layer.bias_rule)
+            root = self.bias[k].square() if is_plain(layer.bias_rule) else self.bias[k]
+            update_(layer.bias, layer.bias_grad, layer.bias_state, root, layer.bias_rule)
         self._pass(k, layer, into, out, move=True)
 
     def sum_powers(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
@@ -80,16 +82,20 @@ class Blocked:
 
     def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         step = max(BLOCK // max(layer.columns, 1), 1)
-        scratch = layer.weight.new_empty(min(step, layer.rows), layer.columns, dtype=self.dtype)
+        scratch = layer.weight.new_empty(3, min(step, layer.rows), layer.columns, dtype=self.dtype)
+        head, tail = self.out[k], self.into[k]
+        all_live = bool((head > 0).all()) and bool((tail > 0).all())
+        if is_plain(layer.rule):
+            head, tail = head * head, tail * tail
         row_sums, column_sums = [], None
         for start in range(0, layer.rows, step):
             rows = slice(start, start + step)
             weight = layer.weight[rows]
-            block = scratch[: len(weight)]
+            block, *buffers = scratch[:, : len(weight)]
             if move:
-                root = torch.mul(self.out[k][rows, None], self.into[k], out=block)
+                root = torch.mul(head[rows, None], tail, out=block)
                 state = tuple(s[rows] for s in layer.weight_state)
-                update_(weight, layer.weight_grad[rows], state, root, layer.rule)
+                update_(weight, layer.weight_grad[rows], state, root, layer.rule, buffers, all_live)
             if into or out:
                 # Of the stored weights, which low precision has rounded.
                 edges = _power_into(block, weight, self.p)
@@ -126,25 +132,61 @@ class Blocked:
         return bool(torch.where(sums == 0, 1.0, sums).min() >= low) and bool(sums.max() <= high)
 
 
-def update_(weight: Tensor, grad: Tensor, state: State, root: Tensor, rule: Rule) -> None:
-    """One step of a tensor and its state, in place, given ``root = 1 / sqrt(gamma)`` (0 where gamma is 0)."""
-    coordinates = [StoredRoot(root)]
-    (h,) = gradients_to_z([grad], coordinates, single_tensor)
+def update_(
+    weight: Tensor,
+    grad: Tensor,
+    state: State,
+    root: Tensor,
+    rule: Rule,
+    buffers: Sequence[Tensor] | None = None,
+    all_live: bool = False,
+) -> None:
+    """One step of a tensor and its state, in place, given ``root = 1 / sqrt(gamma)``, 0 where gamma is 0. For
+    a plain rule it is ``1 / gamma``, which saves a pass.
+
+    ``buffers`` are two tensors of the weight's shape to compute in; ``all_live`` says that no gamma is 0.
+    """
+    h_buffer, z = buffers or (torch.empty_like(root), torch.empty_like(root))
+    coordinates, each = [StoredRoot(root)], _write_into(h_buffer)
+    decay = rule.decoupled_decay
+    if decay and rule.decay == "live" and not all_live:
+        weight.mul_(1 - (root > 0).to(root.dtype) * (rule.lr * decay))
+        decay = 0.0
+    lr = float(rule.lr)
+    if is_plain(rule):
+        apply_steps([weight], [-grad if rule.maximize else grad], coordinates, [lr], decay, each)
+        return
+    (h,) = gradients_to_z([grad], coordinates, each)
     if rule.maximize:
         h.neg_()
-    live = root > 0 if rule.weight_decay and rule.decay != "all" else None
     if rule.coupled_decay:
-        assert live is not None
-        h.add_(torch.where(live, weight / root, 0), alpha=rule.coupled_decay)
-    decay = rule.decoupled_decay if rule.decay == "all" else 0.0
-    if rule.decoupled_decay and live is not None:
-        weight.mul_(1 - live.to(root.dtype) * (rule.lr * rule.decoupled_decay))
+        h.add_(torch.where(root > 0, weight / root, 0), alpha=rule.coupled_decay)
     if rule.method == "sgd":
-        (u,), _ = apply_momentum([h], list(state), rule.momentum, rule.nesterov, single_tensor)
-        rate = float(rule.lr)
-    else:
-        u, rate = torch_rules.negative_step(h, state, rule), -1.0
-    apply_steps([weight], [u], coordinates, [rate], decay, single_tensor)
+        (u,), _ = apply_momentum([h], list(state), rule.momentum, rule.nesterov, each)
+        apply_steps([weight], [u], coordinates, [lr], decay, each)
+        return
+    if decay:
+        weight.mul_(1 - lr * decay)
+    torch_rules.step_from_zero_(z.zero_(), h, state, rule)
+    apply_steps([weight], [z], coordinates, [-1.0], 0.0, each)
+
+
+def is_plain(rule: Rule) -> bool:
+    """Whether a step is the paper's ``w - lr g / gamma``."""
+    return rule.method == "sgd" and not rule.momentum and not rule.coupled_decay
+
+
+def _write_into(buffer: Tensor) -> Each:
+    """Operations on lists of one tensor, whose new values go into a buffer: allocating takes as long as
+    computing."""
+
+    def each(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+        if operation.endswith("_") or tensors[0].dtype != buffer.dtype:
+            return single_tensor(operation, tensors, *others, **options)
+        arguments = [other[0] if isinstance(other, list) else other for other in others]
+        return [getattr(torch, operation)(tensors[0], *arguments, **options, out=buffer)]
+
+    return each
 
 
 def inverse_root(x: Tensor, p: int) -> Tensor:

@@ -95,12 +95,11 @@ def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         _torch.foreach("add_", steps, 1)
 
 
-def negative_step(h: Tensor, state: State, rule: Rule) -> Tensor:
-    """``-lr u``, the step of z by AdaGrad or Adam, with their state updated in place: torch's own fused CPU
-    kernel applied to a parameter that is zero."""
-    z = torch.zeros_like(h)
+def step_from_zero_(z: Tensor, h: Tensor, state: State, rule: Rule) -> None:
+    """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``z``, which is zero, and on the
+    state: z becomes what it moves by."""
     computed = [s.to(h.dtype) for s in state]
-    step = torch.tensor(float(rule.step) - 1)  # torch counts it up
+    step = torch.tensor(float(rule.step) - 1)  # torch increments it
     common: dict[str, Any] = {"lr": float(rule.lr), "weight_decay": 0.0, "eps": rule.eps, "maximize": False}
     if rule.method == "adagrad":
         adagrad([z], [h], computed, [step], fused=True, lr_decay=rule.lr_decay, **common)
@@ -113,4 +112,3 @@ def negative_step(h: Tensor, state: State, rule: Rule) -> Tensor:
     for kept, new in zip(state, computed, strict=True):
         if kept is not new:
             kept.copy_(new)
-    return z

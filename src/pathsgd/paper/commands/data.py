@@ -16,7 +16,6 @@ from pathsgd.console.tables import align
 from pathsgd.errors import PathError
 from pathsgd.paper.data.dataset import TABLE_1, Dataset, dimensionality
 from pathsgd.paper.data.load import default_data_dir, describe_missing, load
-from pathsgd.paper.data.local_files import find_files
 from pathsgd.paper.data.sources import SOURCES
 
 
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _find_local(data_dir: Path) -> tuple[list[str], dict[str, str]]:
     """The data sets that are there, and a message for each of the others."""
-    found = {name: find_files(source, data_dir) for name, source in SOURCES.items()}
+    found = {name: source.find_files(data_dir) for name, source in SOURCES.items()}
     missing = {
         name: describe_missing(SOURCES[name], data_dir, place)
         for name, place in found.items()

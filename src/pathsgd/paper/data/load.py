@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from pathsgd import PathError
 from pathsgd.paper.data.archive import unpack
 from pathsgd.paper.data.dataset import Dataset
 from pathsgd.paper.data.digits import read_digits
 from pathsgd.paper.data.download import check_sha256, fetch
-from pathsgd.paper.data.file_checks import one_line
-from pathsgd.paper.data.local_files import LocalFiles, find_files
 from pathsgd.paper.data.npz import read_npz
-from pathsgd.paper.data.sources import SOURCES, DatasetSource
-
-NAMES = ("digits", *SOURCES)
+from pathsgd.paper.data.sources import SOURCES, DatasetSource, LocalFiles
+from pathsgd.paper.records.folder_lock import lock_folder
 
 
 def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> Dataset:
@@ -49,20 +41,15 @@ def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> D
         return read_npz(own, _expand_home(path))
     if name == "digits":
         return read_digits()
-    source = find_source(name)
+    if name not in SOURCES:
+        known = ", ".join(["digits", *SOURCES])
+        raise PathError(
+            f"no data set is called {name!r}: choose from {known}, or give your own as NAME=FILE.npz"
+        )
+    source = SOURCES[name]
     paths = obtain(source, data_dir or default_data_dir(), download)
     (train_x, train_y), (test_x, test_y) = source.read(paths)
     return Dataset(name, source.shape, source.classes, train_x, train_y, test_x, test_y)
-
-
-def find_source(name: str) -> DatasetSource:
-    try:
-        return SOURCES[name]
-    except KeyError:
-        raise PathError(
-            f"no data set is called {name!r}: choose from {', '.join(NAMES)}, or give your own as "
-            "NAME=FILE.npz"
-        ) from None
 
 
 def default_data_dir() -> Path:
@@ -81,18 +68,18 @@ def _expand_home(path: str) -> Path:
 
 def obtain(source: DatasetSource, data_dir: Path, download: bool) -> dict[str, Path]:
     """The paths of a data set's files, downloaded or unpacked where they are missing. Found ones are kept."""
-    found = find_files(source, data_dir)
+    found = source.find_files(data_dir)
     archive = source.archive
     if found.missing and (download or (archive is not None and (data_dir / archive.name).is_file())):
-        with _lock(data_dir):
-            found = find_files(source, data_dir)  # another process may have written them
+        with lock_folder(data_dir, "--data-dir or PATHSGD_DATA", wait=True):
+            found = source.find_files(data_dir)  # another process may have written them
             if archive is not None and found.missing:
                 _unpack(source, data_dir, found)
             elif archive is None:
                 for remote in source.remotes:
                     if remote.name in found.missing:
                         fetch(remote, found.folder)
-        found = find_files(source, data_dir)
+        found = source.find_files(data_dir)
     if found.missing:
         raise PathError(describe_missing(source, data_dir, found))
     return found.paths
@@ -120,25 +107,3 @@ def describe_missing(source: DatasetSource, data_dir: Path, found: LocalFiles) -
     else:
         what = f"{source.title} is not in {data_dir} (no {source.files[0]} in {', '.join(source.folders)})"
     return f"{what}: `pathsgd data {name}` downloads it, --data-dir names another folder"
-
-
-@contextmanager
-def _lock(data_dir: Path) -> Iterator[None]:
-    """One process writes to a data folder at a time; others wait, and find the files there."""
-    lock = FileLock(data_dir / ".lock")
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            print(f"waiting for another process that writes to {data_dir}", file=sys.stderr)
-            lock.acquire()
-    except OSError as error:
-        raise PathError(
-            f"{data_dir} cannot be written to ({one_line(error)}): choose a folder with --data-dir or "
-            "PATHSGD_DATA"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()

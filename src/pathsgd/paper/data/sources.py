@@ -26,6 +26,23 @@ class Remote:
 
 
 @dataclass(frozen=True)
+class LocalFiles:
+    """The folder that holds most of a data set, or where it would go."""
+
+    folder: Path
+    paths: dict[str, Path]
+    """The files that are there."""
+    missing: tuple[str, ...]
+
+
+def _find_file(folder: Path, name: str) -> Path | None:
+    """A file of this name, or unpacked from a gzip file of this name."""
+    plain = name.removesuffix(".gz")
+    paths = (folder / candidate for candidate in (name, plain, plain.replace("-idx", ".idx")))
+    return next((path for path in paths if path.is_file()), None)
+
+
+@dataclass(frozen=True)
 class DatasetSource:
     title: str
     shape: tuple[int, ...]
@@ -40,6 +57,15 @@ class DatasetSource:
     """The files themselves, or one tar.gz archive of all of them, below the folder that is first above."""
     read: Callable[[Mapping[str, Path]], tuple[Split, Split]]
     """From the paths of the files by name to the training and the test set."""
+
+    def find_files(self, data_dir: Path) -> LocalFiles:
+        """Looks where torchvision, the archives and people put them."""
+        places = []
+        for name in self.folders:
+            folder = data_dir / name
+            paths = {file: path for file in self.files if (path := _find_file(folder, file)) is not None}
+            places.append(LocalFiles(folder, paths, tuple(file for file in self.files if file not in paths)))
+        return min(places, key=lambda found: len(found.missing))
 
     @property
     def archive(self) -> Remote | None:

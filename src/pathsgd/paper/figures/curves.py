@@ -74,8 +74,7 @@ class AxisRange:
     log: bool = False
 
     def leaves(self, values: Sequence[float]) -> str:
-        """An arrow if a curve is out of range: up if all of it is above, or at the upper edge; down if it ends
-        below."""
+        """An arrow if a curve is out of range: up if all of it is too high; down if it ends below."""
         edge = self.high if self.log else self.low + 0.97 * (self.high - self.low)
         if values and all(value > edge for value in values):
             return "\u2191"

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pathsgd.paper.figures.one_step_examples import OneStepExample, SmallNet
 
+Point = tuple[float, float]
+HEIGHT = 0.8
 STAGES = ("before", "after one SGD step", "after one Path-SGD step")
-
-
-@dataclass(frozen=True)
-class Box:
-    """Where a network is drawn, in the coordinates of its axes."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-
-    def at(self, along: float, across: float) -> tuple[float, float]:
-        return self.x + along * self.width, self.y + across * self.height
 
 
 def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
@@ -45,16 +33,20 @@ def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
     ):
         axes.text(0, bottom + 0.4, name, rotation=90, ha="left", va="center", fontsize=9)
         for column, net in enumerate((steps.before, steps.sgd, steps.path)):
-            box = Box(column + 0.13, bottom, width, 0.8)
-            _draw_net(axes, net, example.x, box, steps.before if column else None)
+            corner = column + 0.13, bottom
+            _draw_net(axes, net, example.x, corner, width, steps.before if column else None)
 
 
-def _draw_net(axes: Any, net: SmallNet, x: Sequence[float], box: Box, before: SmallNet | None) -> None:
-    """Inputs on the left, outputs and their values on the right. On a chain there is room to say how far
-    each weight has moved since ``before``."""
+def _draw_net(
+    axes: Any, net: SmallNet, x: Sequence[float], corner: Point, width: float, before: SmallNet | None
+) -> None:
+    """Inputs on the left, outputs on the right. A chain has room for the changes of its weights, too."""
     sizes = [len(x), *(len(layer) for layer in net.layers)]
     places = [
-        [box.at(k / (len(sizes) - 1), _across(unit, count)) for unit in range(count)]
+        [
+            (corner[0] + k / (len(sizes) - 1) * width, corner[1] + _across(unit, count) * HEIGHT)
+            for unit in range(count)
+        ]
         for k, count in enumerate(sizes)
     ]
     for k, layer in enumerate(net.layers):
@@ -83,9 +75,7 @@ def _across(unit: int, count: int) -> float:
     return 0.5 if count == 1 else 1 - unit / (count - 1)
 
 
-def _draw_edge(
-    axes: Any, start: tuple[float, float], end: tuple[float, float], weight: float, level: bool
-) -> None:
+def _draw_edge(axes: Any, start: Point, end: Point, weight: float, level: bool) -> None:
     width = min(max(1 + 0.8 * math.log10(abs(weight) or 1e-9), 0.5), 3.0)
     arrow = {
         "arrowstyle": "-|>,head_width=0.16,head_length=0.32", "shrinkA": 8, "shrinkB": 8, "color": "0.45",
@@ -102,7 +92,7 @@ def _draw_edge(
     )  # fmt: skip
 
 
-def _draw_change(axes: Any, start: tuple[float, float], end: tuple[float, float], by: float) -> None:
+def _draw_change(axes: Any, start: Point, end: Point, by: float) -> None:
     place = [(a + b) / 2 for a, b in zip(start, end, strict=True)]
     axes.annotate(
         f"{by:+.5g}", place, (0, -5), textcoords="offset points", ha="center", va="top", fontsize=8,

@@ -168,16 +168,14 @@ class StudyResults:
         if not path.exists():
             raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
         choices = [from_json(Choice, one, str(path)) for one in read_json(path, list)]
-        finals: dict[Cell, list[RunRecord]] = {choice.cell: [] for choice in choices}
+        finals: dict[Cell, list[RunRecord]] = {}
         exact: dict[Cell, RunRecord] = {}
         for choice in choices:
-            if choice.step_size is None:
-                continue
-            where = choice.cell, data[choice.cell.dataset].checksum, choice.step_size
-            finals[choice.cell] = [_read_final(out, run) for run in study.final_runs(*where)]
-            again = study.exact_run(*where)
-            if again is not None:
-                exact[choice.cell] = _read_final(out, again)
+            runs = choice.final_runs(study, data[choice.cell.dataset].checksum)
+            records = [_read_final(out, run) for run in runs]
+            finals[choice.cell] = records[: study.repeats]
+            if len(records) > study.repeats:
+                exact[choice.cell] = records[-1]
         path = out / "cost.json"
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         manifests = read_manifests(out / "manifest.json")
