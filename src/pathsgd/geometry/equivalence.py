@@ -122,7 +122,7 @@ def _propagate(units: UnitClasses, a: dict[str, Tensor], b: dict[str, Tensor]) -
         unknown = (~known).nonzero().flatten()
         if not len(unknown):
             return value
-        # Nothing ties this class to a known one: any factor will do.
+        # Nothing ties this class to a known one: its factor is free.
         known[unknown[0]] = True
 
 

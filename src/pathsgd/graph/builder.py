@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Operation, Shape, Stored, View, Weight, Window, number
 from pathsgd.graph.views import view_shape
@@ -186,9 +188,7 @@ def is_fixed(value: Value) -> bool:
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    ndim = max(map(len, shapes))
-    padded = [(1,) * (ndim - len(s)) + s for s in shapes]
-    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def _view_weight(weight: Weight, view: View, shape: Shape) -> Weight:

@@ -31,21 +31,21 @@ def export_at_batch_one(
     try:
         return _at_batch_one(model, args, kwargs, batch_dim)
     except TraceError as error:
-        # Some models roll dice in training mode (stochastic depth) that export cannot follow.
-        modes = [(module, module.training) for module in model.modules() if module.training]
-        for module, _ in modes:
+        # Some models branch at random in training mode (stochastic depth), which export cannot follow.
+        training = [module for module in model.modules() if module.training]
+        if not training:
+            raise
+        for module in training:
             module.training = False
         try:
-            if not modes:
-                raise
             with contextlib.suppress(TraceError):
                 program, notes = _at_batch_one(model, args, kwargs, batch_dim)
                 note = "it could not be traced in training mode, so this is what it computes in eval mode"
                 return program, [note, *notes]
             raise error
         finally:
-            for module, training in modes:
-                module.training = training
+            for module in training:
+                module.training = True
 
 
 def _at_batch_one(
@@ -88,7 +88,7 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
 
 
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
-    """Only the shapes of an example matter, so one on another device will do."""
+    """Only the shapes of an example matter, so one on another device is moved."""
     device = next(model.parameters()).device
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
 
@@ -203,18 +203,18 @@ class _RunningStatistics(TorchFunctionMode):
         )
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_EXPORT_LOCK = threading.RLock()
 """torch.export keeps state of the whole process."""
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
         with (
-            _ONE_AT_A_TIME,
-            _restoring_modules(model),
+            _EXPORT_LOCK,
+            _restore_modules(model),
             _RunningStatistics(),
             export_in_this_thread_only(),
-            _silenced(),
+            _silence_torch(),
         ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if _mutates(program):
@@ -228,8 +228,8 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
-    """Without the warnings, the error log and the printed graphs of export: what matters is raised."""
+def _silence_torch() -> Iterator[None]:
+    """Suppresses the warnings, the error log and the printed graphs of export: what matters is raised."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -242,7 +242,7 @@ def _silenced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restoring_modules(model: nn.Module) -> Iterator[None]:
+def _restore_modules(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward pass under export leaves in the modules (fake tensors, for one)."""
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     containers = [

@@ -1,4 +1,4 @@
-"""Union-find: which things belong together, told in pairs."""
+"""Union-find: which things belong together, given in pairs."""
 
 from __future__ import annotations
 

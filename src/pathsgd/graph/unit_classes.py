@@ -120,7 +120,7 @@ class _Search:
             case nodes.Linear(weight):
                 tail = self.ties.tie_along(inputs[0], list(range(ndim - 1)))
                 head = self.ties.fresh((1,) * (ndim - 1) + (weight.shape[0],))
-                return self.weighted(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
+                return self.add_weight(k, weight, head, tail, head.reshape(-1, 1), tail.reshape(1, -1))
             case nodes.Conv(weight):
                 return self.convolution(k, node.operation, inputs[0])
             case nodes.Multiply(weight):
@@ -151,7 +151,7 @@ class _Search:
             case nodes.Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
-    def weighted(
+    def add_weight(
         self, k: int, weight: Weight, out: Tensor, into: Tensor, head: Tensor, tail: Tensor
     ) -> Tensor:
         """Records a weight between units; fixed weights tie all their units down."""
@@ -185,7 +185,7 @@ class _Search:
         inputs, outputs = conv_channels(conv)
         out = self.ties.fresh((1, outputs) + (1,) * (ndim - 2))
         head, tail = conv_ends(conv, out.reshape(-1), into.expand(1, inputs, *into.shape[2:]).reshape(-1))
-        return self.weighted(k, conv.weight, out, into, head, tail)
+        return self.add_weight(k, conv.weight, out, into, head, tail)
 
     def multiply(self, k: int, weight: Weight, ids: Tensor) -> Tensor:
         if any(factor.inverse_sigma is not None for factor in weight.factors):
@@ -203,7 +203,7 @@ class _Search:
             return ids
         out = self.ties.fresh(layout)
         tail = ids.reshape(ids.shape[ids.dim() - len(weight.shape) :])
-        return self.weighted(k, weight, out, ids, out.reshape(weight.shape), tail)
+        return self.add_weight(k, weight, out, ids, out.reshape(weight.shape), tail)
 
     def axis_map(self, ids: Tensor, dim: int, kind: str, index: Shape) -> Tensor:
         if ids.shape[dim] == 1:

@@ -1,4 +1,4 @@
-"""Which units can only be rescaled by one common factor, told by tensors of unit numbers."""
+"""Which units can only be rescaled by one common factor, by tensors of unit numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``y[o] = sum_i |W[o, i]|^p x[i]``: the step of Algorithm 1, in cache-sized blocks.
 
-|W|^p is never stored whole: a block of W is read once, powered and used while it is in the cache.
+|W|^p is never stored whole: a block of W is read once, and its powers are used while they are in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     elif torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad):
         y = rows @ arithmetic.power(weight).t()
     else:
-        y = _blocked(arithmetic, rows, weight)
+        y = _contract_blocks(arithmetic, rows, weight)
     return ExtendedFloat(y.reshape(*lead, weight.shape[0]))
 
 
@@ -55,7 +55,7 @@ def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: Ex
     return arithmetic.normalise(ExtendedFloat(value, (head + tail).clamp(min=DEAD)))
 
 
-def _blocked(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
+def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
     outputs, inputs = weight.shape
     block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE

@@ -19,7 +19,7 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
     if not (isinstance(mean, Weight) and isinstance(variance, Weight)):
         return [_ends(b, call, x, "batch norm without running statistics", channel=1)]
     eps = call.get("eps", "epsilon", default=1e-5)
-    sigma = _stored(variance)
+    sigma = _only_factor(variance)
     inverse_sigma = replace(sigma, inverse_sigma=eps)
     weight, bias = call.get("weight"), call.get("bias")
     if isinstance(weight, (Paths, Unknown)):
@@ -34,7 +34,7 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
 
     parts: list[Value] = [
         b.multiply(x, edge(inverse_sigma)),
-        edge(inverse_sigma, _stored(mean), *number(-1).factors),
+        edge(inverse_sigma, _only_factor(mean), *number(-1).factors),
     ]
     if bias is not None:
         bias = bias.as_role("norm bias") if isinstance(bias, Weight) else bias
@@ -75,7 +75,7 @@ def _lay_along(b: Builder, value: V, ndim: int, channel: int | None) -> V:
     return b.reshape(value, (*b.shape(value), *(1,) * (ndim - 1 - channel)))
 
 
-def _stored(weight: Weight) -> Stored:
+def _only_factor(weight: Weight) -> Stored:
     """The one tensor a buffer argument stands for."""
     (stored,) = weight.factors
     return stored

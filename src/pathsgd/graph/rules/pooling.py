@@ -139,7 +139,7 @@ def _source_place(j: int, n: int, mode: str) -> int:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
       "_upsample_nearest_exact3d")  # fmt: skip
 def upsample_nearest(b: Builder, call: Call) -> Value:
-    x = _upsampled(call)
+    x = _upsample_input(call)
     exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -150,7 +150,7 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
 
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 def upsample_linear(b: Builder, call: Call) -> Value:
-    x = _upsampled(call)
+    x = _upsample_input(call)
     align = bool(call["align_corners"])
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -161,7 +161,7 @@ def upsample_linear(b: Builder, call: Call) -> Value:
     return x
 
 
-def _upsampled(call: Call) -> Paths:
+def _upsample_input(call: Call) -> Paths:
     return call.paths("input" if "input" in call.arguments else "self")
 
 
