@@ -34,18 +34,15 @@ class RivalComparison:
     @property
     def is_better(self) -> bool:
         own = self.errors[PATH].mean
-        rivals = (self.errors[name].mean for name in RIVALS)
-        return self.ended and all(math.isnan(error) or own < error for error in rivals)
+        return self.ended and not any(self.errors[name].mean <= own for name in RIVALS)
 
     def describe_epochs(self) -> str:
-        return "epochs to the lowest training loss both reach: " + "; ".join(
-            f"{METHODS[name].label}: {race or self._describe_missing(name)}"
-            for name, race in self.races.items()
-        )
-
-    def _describe_missing(self, rival: str) -> str:
-        loser = rival if self.ended else PATH
-        return f"{METHODS[loser].label} {self.errors[loser].missing}"
+        parts = []
+        for name, race in self.races.items():
+            loser = name if self.ended else PATH
+            missing = f"{METHODS[loser].label} {self.errors[loser].missing}"
+            parts.append(f"{METHODS[name].label}: {race or missing}")
+        return "epochs to the lowest training loss both reach: " + "; ".join(parts)
 
     def describe_errors(self) -> str:
         own = self.errors[PATH]
@@ -74,9 +71,8 @@ def compare_with_rivals(results: StudyResults, dropout: float) -> dict[str, Riva
         if all(cell in results.finals for cell in cells.values()):
             runs = {name: results.finals[cell] for name, cell in cells.items()}
             errors = {name: summarize_last(own, "test_error") for name, own in runs.items()}
-            twin = summarize_last(
-                results.finals.get(Cell(dataset, dropout, "unbalanced", PATH), []), "test_error"
-            )
+            unbalanced = results.finals.get(Cell(dataset, dropout, "unbalanced", PATH), [])
+            twin = summarize_last(unbalanced, "test_error")
             races = {name: race_to_loss(runs[PATH], runs[name]) for name in RIVALS}
             found[dataset] = RivalComparison(races, errors, abs(errors[PATH].mean - twin.mean))
     return found

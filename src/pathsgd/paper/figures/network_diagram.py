@@ -44,7 +44,10 @@ def _draw_net(
     sizes = [len(x), *(len(layer) for layer in net.layers)]
     places = [
         [
-            (corner[0] + k / (len(sizes) - 1) * width, corner[1] + _across(unit, count) * HEIGHT)
+            (
+                corner[0] + k / (len(sizes) - 1) * width,
+                corner[1] + (1 - unit / (count - 1) if count > 1 else 0.5) * HEIGHT,
+            )
             for unit in range(count)
         ]
         for k, count in enumerate(sizes)
@@ -69,10 +72,6 @@ def _draw_net(
             format_number(output), place, (11, 0), textcoords="offset points", va="center", fontsize=9,
             fontweight="bold",
         )  # fmt: skip
-
-
-def _across(unit: int, count: int) -> float:
-    return 0.5 if count == 1 else 1 - unit / (count - 1)
 
 
 def _draw_edge(axes: Any, start: Point, end: Point, weight: float, level: bool) -> None:
