@@ -67,6 +67,11 @@ class Imbalance:
         mu_balanced: the least ``mu_{p,inf}`` of all its equivalents.
         layers: the same unit by unit, summed up for every layer.
         factors: what turns the network into its balanced equivalent, for :func:`pathsgd.rescale`.
+
+    Example:
+        >>> found = imbalance(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        >>> found.ratio == found.mu / found.mu_balanced
+        True
     """
 
     p: float
