@@ -80,10 +80,12 @@ def gaps_of_fields(cls):
 def gaps_of_function(function, docstring):
     """What the docstring of a function, or of a class for its arguments, leaves out."""
     found = sections(docstring)
+    lines = [line for name in ("Args", "Raises") for line in found.get(name, "").splitlines()]
+    gaps = [f"indent {line!r}" for line in lines if re.match(r"    (?!\*{0,2}\w+:)\S", line)]
     signature = inspect.signature(function)
     parameters = {name for name in signature.parameters if name != "self" and not name.startswith("_")}
     documented = entries(found.get("Args", ""))
-    gaps = [f"argument {name}" for name in sorted(parameters - documented)]
+    gaps += [f"argument {name}" for name in sorted(parameters - documented)]
     gaps += [f"argument {name}, which it does not take" for name in sorted(documented - parameters)]
     if signature.return_annotation not in (None, "None", inspect.Signature.empty) and "Returns" not in found:
         gaps.append("Returns")
