@@ -33,9 +33,9 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, factors
         model: the module to rescale.
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
         factors: ``{(owner, index): c}`` with c > 0 for unit ``index`` of the module ``owner`` (a linear
-            layer's row, a convolution's or a batch norm's channel); ``{owner: vector}`` for one factor for each of its
-            units; ``{owner: c}`` for one for all of them. Where a module owns several kinds of units (an RNN
-            of two layers), name the parameter that leads into them instead.
+            layer's row, a convolution's or a batch norm's channel); ``{owner: vector}`` for one factor for
+            each of its units; ``{owner: c}`` for one for all of them. Where a module owns several kinds of
+            units (an RNN of two layers), name the parameter that leads into them instead.
 
     Raises:
         TraceError: the model cannot be traced.
