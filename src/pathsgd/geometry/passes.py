@@ -52,8 +52,8 @@ class PoweredNetwork:
                     gamma_in.pop(source, None)
 
     def backward(self, gamma_in: Values) -> Iterator[tuple[int, ExtendedFloat]]:
-        """``gamma_out`` of every node that paths leave, last to first: ``gamma_out(u) = sum_v |w_uv|
-        gamma_out(v)``.
+        """``gamma_out`` of every node that paths leave, from the last to the first:
+        ``gamma_out(u) = sum_v |w_uv|^p gamma_out(v)``.
 
         ``gamma_in`` holds what :meth:`needed_by_backward` names; entries are dropped when used up.
         """
