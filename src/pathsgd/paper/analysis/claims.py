@@ -229,7 +229,7 @@ def _figure_1(results: StudyResults) -> Claim:
     evidence.add(f"(b) {chain}", chain.exploded)
     evidence.add(
         f"(c) outputs of two equivalent networks after one step: apart by {poor.sgd_gap:.3g} with SGD, by "
-        f"{poor.path_gap:.1g} with Path-SGD",
+        f"{round(poor.path_gap, 12):.1g} with Path-SGD",
         poor.sgd_gap > 1 and poor.path_gap < 1e-12,
     )
     missing = _not_run(results, ["sgd"], BOTH_STARTS)
