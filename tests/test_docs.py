@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,11 @@ def test_its_links_lead_somewhere(page):
         assert not anchor or "." in anchor or anchor in anchors(target), (
             f"{path}#{anchor}"
         )  # "." of an API name
+
+
+def test_figure_1c_can_be_drawn_again(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "figures" / "draw_figure1c.py"))["draw"](tmp_path / "figure1c.svg")
+    assert "777.15" in (tmp_path / "figure1c.svg").read_text()
 
 
 def test_the_readme_is_short():
