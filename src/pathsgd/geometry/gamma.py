@@ -27,9 +27,9 @@ from pathsgd.graph.trace import Example, trace
 
 @dataclass(frozen=True)
 class Gamma:
-    """gamma of one parameter, and the maps between a weight w and its invariant coordinate z.
+    """gamma of one parameter: takes a weight w to its invariant coordinate ``z = w sqrt(gamma)`` and back.
 
-    Neither ``z = w sqrt(gamma)`` nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled.
+    Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled.
 
     Attributes:
         arithmetic: the order p and the dtype in which gamma is computed.
