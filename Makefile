@@ -9,13 +9,13 @@ BENCH ?= benchmarks/geometry.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo lint types unit format bench clean
+.PHONY: help venv test demo lint types docs unit format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 chooses the interpreter of .venv, BENCH=benchmarks/x.py one benchmark"
 
-test: lint types unit ## format, lint, types and every test: what has to pass before a change is merged
+test: lint types docs unit ## format, lint, types, documentation and every test: before a change is merged
 
 demo: $(STAMP) ## run the paper's whole study in small: two minutes, into pathsgd-small/
 	@$(BIN)/pathsgd reproduce
@@ -29,6 +29,10 @@ lint: $(STAMP) ## check formatting and lint
 types: $(STAMP) ## check types, strictly
 	@echo "==> mypy"
 	@$(BIN)/mypy
+
+docs: $(STAMP) ## build the documentation into site/; warnings are errors
+	@echo "==> mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 	@echo "==> pytest"
@@ -58,5 +62,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## delete .venv, caches and build outputs
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

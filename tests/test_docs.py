@@ -1,33 +1,80 @@
-"""The code in README and docs runs as it stands there."""
+"""The code in README and docs runs as it stands there, and links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_its_code_runs(page):
+def code_of(page):
+    return BLOCK.findall(page.read_text())
+
+
+def page_name(page):
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page):
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture
+def rules():
+    """The rules of operators, as they are outside this test: a page adds one."""
+    from pathsgd.graph.rules.registry import RULES
+
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=page_name)
+def test_its_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     torch.manual_seed(0)
     names = {"__name__": "docs"}
-    if page.name == "README.md":  # which talks of the reader's own model
-        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 2))
-        names.update(torch=torch, model=model, example_input=torch.zeros(1, 4), a=model, b=model)
-        names.update(g=torch.Generator().manual_seed(0))
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    for block in blocks:
+    for block in code_of(page):
         exec(compile(block, page.name, "exec"), names)
-    assert blocks
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_readme_shows_what_it_says(capsys):
+    exec(code_of(ROOT / "README.md")[0], {"__name__": "docs"})
+    sgd, path_sgd = map(float, capsys.readouterr().out.split())
+    assert sgd > 1
+    assert path_sgd == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_its_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path, anchor in LINK.findall(prose):
+        if path.startswith("https://"):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or "." in anchor or anchor in anchors(target), (
+            f"{path}#{anchor}"
+        )  # "." of an API name
+
+
+def test_figure_1c_can_be_drawn_again(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "figures" / "draw_figure1c.py"))["draw"](tmp_path / "figure1c.svg")
+    assert "777.15" in (tmp_path / "figure1c.svg").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 125

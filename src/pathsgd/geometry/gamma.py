@@ -29,10 +29,15 @@ from pathsgd.graph.trace import Example, trace
 class Gamma:
     """gamma of one parameter: takes a weight w to its invariant coordinate ``z = w sqrt(gamma)`` and back.
 
-    Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled. Where the parameter is
-    the matrix of one linear layer, ``gamma_out`` (one number per row) and ``gamma_in`` (one per column) are
-    kept and no matrix is stored; elsewhere ``whole`` holds their product for every entry. All three are sums
-    over paths, before the power 2/p.
+    Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled.
+
+    Attributes:
+        arithmetic: the order p and the dtype in which gamma is computed.
+        shape: that of the parameter.
+        gamma_out: the sum over paths onward, one number per row, where the parameter is the matrix of one
+            linear layer: then no matrix is stored.
+        gamma_in: likewise over the paths that arrive, one number per column.
+        whole: elsewhere, the product of both for every entry. All three are before the power 2/p.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
@@ -65,7 +70,11 @@ class Gamma:
         return [apply_view(Reshape((-1, 1)), self.gamma_out), apply_view(Reshape((1, -1)), self.gamma_in)]
 
     def product(self) -> ExtendedFloat:
-        """``gamma_in gamma_out`` for every entry."""
+        """The sum over paths of every entry, before the power 2/p.
+
+        Returns:
+            ``gamma_in gamma_out``.
+        """
         first, *rest = self._factors()
         for other in rest:
             exponent = None
@@ -75,7 +84,14 @@ class Gamma:
         return first
 
     def times(self, factor: Tensor) -> Gamma:
-        """This gamma with the sum over paths multiplied, entry by entry."""
+        """This gamma with the sum over paths multiplied, entry by entry.
+
+        Args:
+            factor: a tensor of the parameter's shape.
+
+        Returns:
+            The new gamma.
+        """
         product = self.product()
         whole = ExtendedFloat(product.mantissa * factor.to(product.mantissa.dtype), product.exponent)
         return Gamma(self.arithmetic, self.shape, whole=whole)
@@ -103,7 +119,11 @@ class Gamma:
         return torch.where(product.mantissa > 0, logarithm + 2.0 * product.exponent, -math.inf)
 
     def roots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """sqrt(gamma) = (gamma_in gamma_out)^(1/p) as factors that broadcast: (root, 1/root, exponent)."""
+        """sqrt(gamma) = (gamma_in gamma_out)^(1/p) as factors that broadcast.
+
+        Returns:
+            For each factor its root, 1 / root (0 where it is 0) and its exponent, if it has one.
+        """
         if not self._roots:
             for factor in self._factors():
                 root = self.arithmetic.root(factor.mantissa)
@@ -111,7 +131,11 @@ class Gamma:
         return self._roots
 
     def inverse_root(self) -> Tensor | None:
-        """``1 / sqrt(gamma)`` (0 where gamma is 0) for every entry, where it is stored and within range."""
+        """``1 / sqrt(gamma)`` for every entry, where it is stored.
+
+        Returns:
+            A tensor, 0 where gamma is 0; None where gamma is kept as two vectors or with exponents.
+        """
         if self.whole is None or self.whole.exponent is not None:
             return None
         ((_, inverse, _),) = self.roots()
@@ -175,7 +199,8 @@ def take_roots(gammas: Iterable[Gamma]) -> None:
 class Gammas(Mapping[str, Gamma]):
     """gamma of every parameter by name, 1 for those that are not path-normalised.
 
-    Attributes:
+    Args:
+        gammas: by the names of the parameters.
         exponents: whether plain floats were not enough, so that every unit carries an exponent.
 
     Example:
@@ -226,9 +251,10 @@ def gammas(
 
     Args:
         model: the module to measure; wrappers of torch (DistributedDataParallel, torch.compile) are looked
-        through. example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model. p: the
-        order of the norm, from 1 to ``math.inf``. shared: how a path counts that uses a weight k times: by k
-        ("kappa1"), k^2 ("gram") or k (2k - 1)
+            through.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        p: the order of the norm, from 1 to ``math.inf``.
+        shared: how a path counts that uses a weight k times: by k ("kappa1"), k^2 ("gram") or k (2k - 1)
             ("hessian"). They agree wherever no path uses a weight twice, convolutions included.
 
     Returns:

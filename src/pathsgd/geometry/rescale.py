@@ -33,16 +33,14 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, factors
         model: the module to rescale.
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
         factors: ``{(owner, index): c}`` with c > 0 for unit ``index`` of the module ``owner`` (a linear
-        layer's row,
-            a convolution's or a batch norm's channel); ``{owner: vector}`` for one factor for each of its
-            units; ``{owner: c}`` for one for all of them. Where a module owns several kinds of units (an RNN
-            of two layers), name the parameter that leads into them instead.
+            layer's row, a convolution's or a batch norm's channel); ``{owner: vector}`` for one factor for
+            each of its units; ``{owner: c}`` for one for all of them. Where a module owns several kinds of
+            units (an RNN of two layers), name the parameter that leads into them instead.
 
     Raises:
         TraceError: the model cannot be traced.
         RescaleError: there is no such unit, it cannot be rescaled, or a weight would leave its range. The
-        model is
-            then unchanged.
+            model is then unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -192,8 +190,7 @@ def unbalance(
         factor: what every unit picked is multiplied by in any case.
         sigma: the standard deviation of the logarithm of the random part.
         powers_of_two: takes every unit's factor to the nearest power of two. Then no weight is rounded, and
-        what is
-            invariant stays so to the last bit.
+            what is invariant stays so to the last bit.
         generator: of the random numbers; torch's own by default.
 
     Raises:

@@ -152,7 +152,7 @@ class PathGraph:
 
         Raises:
             PathError: the model's parameters are not those that were traced, by name and shape, or have no
-            values.
+                values.
         """
         model = unwrap(model)
         tensors: dict[str, Tensor] = dict(model.named_parameters())

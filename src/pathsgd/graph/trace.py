@@ -54,9 +54,8 @@ def trace(
         The :class:`PathGraph`. It can be passed wherever an example input is taken.
 
     Raises:
-        TraceError: the model cannot be exported with this example, or has parameters that paths are not
-        defined
-            for; the message says what to do.
+        TraceError: the model cannot be exported with this example, or has parameters for which paths are not
+            defined; the message says what to do.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))

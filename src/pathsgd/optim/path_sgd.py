@@ -30,18 +30,18 @@ from pathsgd.optim.step_limit import StepLimit, check_limit
 
 
 class PathSGD(PathOptimizer):
-    r"""Path-SGD, rescaling invariant, with momentum and decoupled weight decay.
+    """Path-SGD, rescaling invariant, with momentum and decoupled weight decay.
 
-    With :math:`\gamma` the path scale of each weight (one forward and one backward pass over the weights)
-    and :math:`h = g / \sqrt\gamma` the gradient in invariant coordinates:
+    With gamma the path scale of each weight (one forward and one backward pass over the weights) and h the
+    gradient in invariant coordinates, a step is
 
-    .. math::
-        b_t &= \mu b_{t-1} + h_t \\
-        w_t &= (1 - \eta \lambda) w_{t-1} - \eta\, b_t / \sqrt{\gamma}
+        h = g / sqrt(gamma)
+        b = momentum * b + h
+        w = (1 - lr * weight_decay) * w - lr * b / sqrt(gamma)
 
-    Without momentum that is the paper's :math:`w - \eta g / \gamma`. A network and its rescaled copy take
-    the same steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2
-    *is* path regularisation, :math:`\nabla \phi_2^2 / (2 \gamma_2) = w`.
+    Without momentum that is the paper's ``w - lr * g / gamma``. A network and its rescaled copy take the same
+    steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2 *is* path
+    regularisation: the gradient of ``phi_2^2 / 2``, divided by gamma, is w.
 
     Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
     ``print(optimizer.graph)`` says which and why.
@@ -141,6 +141,9 @@ class PathSGD(PathOptimizer):
 
         Args:
             param_group: the parameters and their options.
+
+        Raises:
+            ValueError: an option is out of its range.
         """
         options = {**self.defaults, **param_group}
         check_p(options["p"])

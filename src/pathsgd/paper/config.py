@@ -151,12 +151,16 @@ def _check_run(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one step size is chosen for."""
+    """What one step size is chosen for: the fields are those of a :class:`Run`."""
 
     dataset: str
+    """the name of the data set"""
     dropout: float
+    """probability with which a hidden unit is dropped"""
     init: Init
+    """the initialisation"""
     method: str
+    """the optimizer"""
 
 
 @dataclass(frozen=True)

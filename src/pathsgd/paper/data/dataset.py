@@ -39,15 +39,19 @@ class Dataset:
     """
 
     name: str
+    """For tables and figures."""
     shape: tuple[int, ...]
     """Of one input, channels first: (1, 28, 28), (3, 32, 32), (1, 8, 8), or (features,)."""
     classes: int
+    """The number of labels."""
     train_x: Tensor
     """(n, features), uint8, or float32 where the file held floats."""
     train_y: Tensor
     """(n,) int64, from 0 to classes - 1."""
     test_x: Tensor
+    """As ``train_x``."""
     test_y: Tensor
+    """As ``train_y``."""
     highest: float = 255.0
     """The stored value that ``scaled`` turns into 1: 255 for images, 16 for digits, 1 for floats."""
 
