@@ -98,6 +98,17 @@ def allow_cudnn_tf32(allowed: bool) -> None:
 
 
 @contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Turns cudnn off for the whole process, for a moment."""
+    enabled = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(enabled)
+
+
+@contextmanager
 def export_in_this_thread_only() -> Iterator[None]:
     """Keeps torch.export from changing what other threads compute while it runs.
 

@@ -130,16 +130,15 @@ class Gamma:
                 self._roots.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
         return self._roots
 
-    def inverse_root(self) -> Tensor | None:
-        """``1 / sqrt(gamma)`` for every entry, where it is stored.
+    def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
+        """``1 / sqrt(gamma)`` of every entry, 0 where gamma is 0, as (root, n) for ``root * 2^-n``.
 
-        Returns:
-            A tensor, 0 where gamma is 0; None where gamma is kept as two vectors or with exponents.
+        None where gamma is a product that is not stored.
         """
-        if self.whole is None or self.whole.exponent is not None:
+        if self.whole is None:
             return None
-        ((_, inverse, _),) = self.roots()
-        return inverse
+        ((_, inverse, exponent),) = self.roots()
+        return inverse, exponent
 
     def weight_to_z(self, weight: Tensor) -> Tensor:
         """A weight in invariant coordinates.

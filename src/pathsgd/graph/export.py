@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from pathsgd._torch import export_in_this_thread_only, operator_schema, tree_leaves, tree_map
+from pathsgd._torch import export_in_this_thread_only, operator_schema, tree_leaves, tree_map, without_cudnn
 from pathsgd.errors import TraceError
 from pathsgd.graph.rules import RULES
 
@@ -181,14 +181,21 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.") if name != "model" else ""
 
 
-class _RunningStatistics(TorchFunctionMode):
-    """Batch norm by its running statistics, also in training mode: batch one has no others."""
+RECURRENT = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+
+
+class _PlainLayers(TorchFunctionMode):
+    """Batch norm by its running statistics, also in training mode: batch one has no others. Recurrent layers as
+    one operator, which cudnn's, on tensors without values, are not."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is nn.functional.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in RECURRENT:
+            with without_cudnn():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -212,7 +219,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with (
             _EXPORT_LOCK,
             _restore_modules(model),
-            _RunningStatistics(),
+            _PlainLayers(),
             export_in_this_thread_only(),
             _silence_torch(),
         ):

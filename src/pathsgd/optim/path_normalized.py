@@ -192,9 +192,11 @@ class PathNormalized(PathOptimizer):
         gammas = self.gamma_cache.gammas(self.p)
 
         def limit(parameters: list[Tensor], weights: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-            return self._step_limit.limit(
-                parameters, weights, steps, [bound] * len(steps), self.p, gammas=gammas
-            )
+            bounds = [bound] * len(steps)
+            factors = self._step_limit.find(parameters, weights, steps, bounds, self.p, gammas=gammas)
+            return [
+                step if factor is None else step * factor for step, factor in zip(steps, factors, strict=True)
+            ]
 
         return limit
 

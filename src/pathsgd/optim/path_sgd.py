@@ -266,12 +266,13 @@ class PathSGD(PathOptimizer):
             own = [part for part in parts if part.p == p]
             params = [parameter for part in own for parameter in part.params]
             bounds = [part.bound for part in own for _ in part.params]
-            steps = [step for part in own for step in part.steps()]
-            short = iter(self._step_limit.limit(params, params, steps, bounds, p))
             for part in own:
-                limited = [next(short) for _ in part.us]
-                if part.bound is not None:
-                    part.us, part.rates, part.weight_decay = limited, [1.0] * len(limited), 0.0
+                part.include_decay()
+            steps = [rate * u for part in own for rate, u in zip(part.rates, part.us, strict=True)]
+            factors = iter(self._step_limit.find(params, params, steps, bounds, p))
+            for part in own:
+                for k, (u, factor) in enumerate(zip(part.us, factors, strict=False)):
+                    part.us[k] = u if factor is None else u * factor
 
 
 @dataclass
@@ -287,14 +288,11 @@ class _Part:
     p: float
     bound: float | None
 
-    def steps(self) -> list[Tensor]:
-        """The steps of z with their rates, and where they are limited with the decay: a limit is on all that
-        moves a unit."""
-        decay = 0.0 if self.bound is None else self.weight_decay
-        steps = [rate * u for rate, u in zip(self.rates, self.us, strict=True)]
-        if decay:
-            for k, (w, gamma, rate) in enumerate(zip(self.params, self.gammas, self.rates, strict=True)):
-                steps[k] = steps[k] + rate * decay * (
-                    w if gamma is None else gamma.weight_to_z(w.to(gamma.dtype))
-                )
-        return steps
+    def include_decay(self) -> None:
+        """Makes the decay a part of u where steps are limited: a limit is on all that moves a unit."""
+        if self.bound is None or not self.weight_decay:
+            return
+        for k, (w, gamma) in enumerate(zip(self.params, self.gammas, strict=True)):
+            z = w if gamma is None else gamma.weight_to_z(w.to(gamma.dtype))
+            self.us[k] = self.us[k] + self.weight_decay * z
+        self.weight_decay = 0.0

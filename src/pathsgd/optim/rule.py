@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pathsgd import _torch
+from pathsgd.geometry.extended_float import exact_ldexp
 
 Method = Literal["sgd", "adagrad", "adam"]
 Decay = Literal["all", "live", "coupled"]
@@ -79,8 +80,8 @@ class InvariantCoordinates(Protocol):
 
     def step_from_z(self, step: Tensor) -> Tensor: ...
 
-    def inverse_root(self) -> Tensor | None:
-        """``1 / sqrt(gamma)`` for every entry, where it is stored."""
+    def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
+        """``1 / sqrt(gamma)`` of every entry, where it is stored, as (root, n) for ``root * 2^-n``."""
 
 
 # One operation on each tensor of a list, by the name of torch's method. The formula is written with these, so
@@ -126,8 +127,8 @@ def gradients_to_z(
     for k, gamma in enumerate(gammas):
         if gamma is None:
             continue
-        root = gamma.inverse_root()
-        if root is None:
+        root, exponent = gamma.inverse_root() or (None, None)
+        if root is None or exponent is not None:
             found[k] = gamma.gradient_to_z(found[k])
         else:
             stored[k] = root
@@ -161,21 +162,25 @@ def apply_steps(
     if weight_decay:
         found = each("mul_", found, [1 - rate * weight_decay for rate in rates])
     together: dict[tuple[float, bool], list[int]] = {}
-    roots = [None if gamma is None else gamma.inverse_root() for gamma in gammas]
+    moved, roots = list(us), [None if gamma is None else gamma.inverse_root() for gamma in gammas]
     for k, (weight, u, gamma, rate) in enumerate(zip(found, us, gammas, rates, strict=True)):
-        root = roots[k]
+        root, exponent = roots[k] or (None, None)
         mixed = len({t.dtype for t in (weight, u, root) if t is not None}) > 1
         if mixed or isinstance(rate, Tensor) or (gamma is not None and root is None):
             step = rate * (u if gamma is None else gamma.step_from_z(u))
             (found[k],) = each("sub_", [weight], [step.to(weight.dtype)])
-        else:
-            together.setdefault((rate, gamma is None), []).append(k)
+            continue
+        if exponent is not None:  # exact, so that a rescaled copy in plain floats takes the same step
+            moved[k] = exact_ldexp(u, -exponent)
+        together.setdefault((rate, gamma is None), []).append(k)
     for (rate, plain), places in together.items():
-        ws, own = [found[k] for k in places], [us[k] for k in places]
+        ws, own = [found[k] for k in places], [moved[k] for k in places]
         if plain:
-            moved = each("add_", ws, own, alpha=-rate)
+            new = each("add_", ws, own, alpha=-rate)
         else:
-            moved = each("addcmul_", ws, own, [roots[k] for k in places], value=-rate)
-        for k, weight in zip(places, moved, strict=True):
+            new = each(
+                "addcmul_", ws, own, [root[0] for root in (roots[k] for k in places) if root], value=-rate
+            )
+        for k, weight in zip(places, new, strict=True):
             found[k] = weight
     return found

@@ -98,7 +98,7 @@ class StepLimit:
             self._families = find_families(self.gamma_cache.graph)
         return self._families
 
-    def limit(
+    def find(
         self,
         parameters: Sequence[Tensor],
         weights: Sequence[Tensor],
@@ -106,11 +106,11 @@ class StepLimit:
         bounds: Sequence[float | None],
         p: float,
         gammas: Gammas | None = None,
-    ) -> list[Tensor]:
-        """Shortens steps in invariant coordinates to the bounds of the units they lead into.
+    ) -> list[Tensor | None]:
+        """What each step in invariant coordinates is to be multiplied by, so that no unit moves too far.
 
         Takes all parameters of a step together, with their weights from before it. A parameter without a
-        bound is not shortened, but its step counts. ``gammas`` are those of the cache, unless given.
+        bound gets None, but its step counts. ``gammas`` are those of the cache, unless given.
         """
         gammas = self.gamma_cache.gammas(p) if gammas is None else gammas
         known = self.gamma_cache.names
@@ -123,18 +123,19 @@ class StepLimit:
             name: gammas[name].weight_to_z(tensors[name].detach().to(gammas[name].dtype))
             for name in {part.name for family in self.families for part in family}
         }
-        short = limit_steps(self.families, moved, z, limits, p)
-        return [step if name is None else short[name] for name, step in zip(names, steps, strict=True)]
+        factors = find_factors(self.families, moved, z, limits, p)
+        return [None if name is None else factors.get(name) for name in names]
 
 
-def limit_steps(
+def find_factors(
     families: list[list[Incoming]],
     steps: Mapping[str, Tensor],
     z: Mapping[str, Tensor],
     bounds: Mapping[str, float],
     p: float,
 ) -> dict[str, Tensor]:
-    """The steps by name, each shortened where it moves a unit too far for its weights ``z``."""
+    """By name of a parameter with a bound, the factor of each entry's step: less than 1 where it moves a unit
+    too far for its weights ``z``."""
     factors: dict[str, Tensor] = {}
     for family in families:
         moved = [part for part in family if part.name in steps]
@@ -151,9 +152,7 @@ def limit_steps(
             least = part.spread(factor, steps[part.name].shape)
             before = factors.get(part.name)
             factors[part.name] = least if before is None else torch.minimum(before, least)
-    return {
-        name: step * factors[name].to(step.dtype) if name in factors else step for name, step in steps.items()
-    }
+    return {name: factor.to(steps[name].dtype) for name, factor in factors.items()}
 
 
 def _norms(powers: list[Tensor], p: float) -> Tensor:

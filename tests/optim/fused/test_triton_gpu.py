@@ -197,8 +197,13 @@ def test_captured_gammas_follow_the_weights():
         assert (found[name].dense() - dense).abs().max() <= 1e-5 * dense.max(), name
 
 
-@pytest.mark.parametrize("name", ["PathSGD", *BASES])
-@pytest.mark.parametrize("widths", [*WIDTHS, (32,) * 41], ids=["three", "five", "too deep for plain floats"])
+CAPTURED = [
+    *((widths, name) for widths in WIDTHS for name in ("PathSGD", *BASES)),
+    ((32,) * 41, "PathSGD"),  # too deep for plain floats
+]
+
+
+@pytest.mark.parametrize(("widths", "name"), CAPTURED)
 def test_steps_that_the_optimizer_captures_itself(widths, name):
     """Under a schedule, with gradients in two places by turns, and weights written in between."""
     ends = []

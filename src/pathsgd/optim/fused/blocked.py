@@ -1,7 +1,8 @@
-"""The update on a CPU in torch operations: layer by layer, in blocks of rows that stay in the cache."""
+"""The update on a CPU in torch operations: layer by layer, in blocks of rows."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Each, Rule, State, apply_momentum, apply_steps, gradients_to_z, single_tensor
 
-BLOCK = 1 << 20
-"""Entries of a block: a few such blocks stay in the cache that the cores share, and a call of torch costs
-little beside one."""
+BLOCK = 1 << 21
+"""Entries of a block: large, so that the calls of torch cost little beside it."""
+_scratch = threading.local()
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class StoredRoot:
     def dtype(self) -> torch.dtype:
         return self.root.dtype
 
-    def inverse_root(self) -> Tensor:
-        return self.root
+    def inverse_root(self) -> tuple[Tensor, None]:
+        return self.root, None
 
     def gradient_to_z(self, gradient: Tensor) -> Tensor:
         return gradient * self.root
@@ -82,7 +83,7 @@ class Blocked:
 
     def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         step = max(BLOCK // max(layer.columns, 1), 1)
-        scratch = layer.weight.new_empty(3, min(step, layer.rows), layer.columns, dtype=self.dtype)
+        scratch = take_scratch(min(step, layer.rows), layer.columns, self.dtype)
         head, tail = self.out[k], self.into[k]
         all_live = bool((head > 0).all()) and bool((tail > 0).all())
         if is_plain(layer.rule):
@@ -169,6 +170,15 @@ def update_(
         weight.mul_(1 - lr * decay)
     torch_rules.step_from_zero_(z.zero_(), h, state, rule)
     apply_steps([weight], [z], coordinates, [-1.0], 0.0, each)
+
+
+def take_scratch(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Three blocks to compute in, kept for all steps of a thread: to allocate them anew takes as long as half
+    a step. With fp32 they take 24 MB at most, or three rows of a layer."""
+    count, kept = 3 * rows * columns, getattr(_scratch, "blocks", None)
+    if kept is None or kept.dtype != dtype or kept.numel() < count:
+        _scratch.blocks = kept = torch.empty(count, dtype=dtype, device="cpu")
+    return kept[:count].view(3, rows, columns)
 
 
 def is_plain(rule: Rule) -> bool:
