@@ -185,8 +185,8 @@ RECURRENT = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 
 
 class _PlainLayers(TorchFunctionMode):
-    """Batch norm by its running statistics, also in training mode: batch one has no others. Recurrent layers as
-    one operator, which cudnn's, on tensors without values, are not."""
+    """Batch norm by its running statistics, also in training mode: batch one has no others. And recurrent
+    layers without cudnn, which export would otherwise write in its place."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
