@@ -17,8 +17,8 @@ COMMANDS = {
     "train": ("pathsgd.paper.commands.train", "train one network"),
     "figures": ("pathsgd.paper.commands.figures", "redraw the figures and the report of a study"),
     "data": ("pathsgd.paper.commands.data", "get the paper's data sets, check them and print its Table 1"),
-    "inspect": ("pathsgd.inspect.command", "print a model's path graph, path norm and imbalance"),
-    "bench": ("pathsgd.bench.command", "time a training step of Path-SGD and of torch's optimizers"),
+    "inspect": ("pathsgd.inspect.inspect_command", "print a model's path graph, path norm and imbalance"),
+    "bench": ("pathsgd.bench.bench_command", "time a training step of Path-SGD and of torch's optimizers"),
 }
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
 

@@ -106,6 +106,6 @@ def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code,
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr("pathsgd.bench.command.main", fail)
+    monkeypatch.setattr("pathsgd.bench.bench_command.main", fail)
     assert cli.main(["bench"]) == code
     assert capsys.readouterr().err == f"pathsgd: {line}\n"

@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "PathSGD": lambda model, x: PathSGD(model, x, lr=1e-2, momentum=0.9),
     "PathAdam": lambda model, x: PathAdam(model, x, lr=1e-2),
 }
-STEPS = 150
+STEPS = 100
 
 
 def train(model, make, graph=None):

@@ -12,7 +12,7 @@ from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build
 
-STEPS = 50
+STEPS = 25
 
 
 # Any p, and decay and momentum of every kind.

@@ -14,7 +14,7 @@ from pathsgd._torch import foreach
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
-from pathsgd.geometry.operations.views import apply_view
+from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck
@@ -131,9 +131,10 @@ class Gamma:
         return self._roots
 
     def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
-        """``1 / sqrt(gamma)`` of every entry, 0 where gamma is 0, as (root, n) for ``root * 2^-n``.
+        """``1 / sqrt(gamma)`` of every entry, 0 where gamma is 0.
 
-        None where gamma is a product that is not stored.
+        Returns:
+            (root, n) for ``root * 2^-n``, n None for 0; None where gamma is a product that is not stored.
         """
         if self.whole is None:
             return None

@@ -12,7 +12,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.gamma import check_p
-from pathsgd.geometry.operations.views import apply_view
+from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck

@@ -9,7 +9,7 @@ from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint
 from pathsgd.geometry.operations.contraction import linear_weight_adjoint
 from pathsgd.geometry.operations.convolution import conv_weight_adjoint
-from pathsgd.geometry.operations.views import apply_view
+from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
 from pathsgd.graph.path_graph import PathGraph

@@ -256,6 +256,10 @@ def _restore_modules(model: nn.Module) -> Iterator[None]:
         (value, value.copy()) for _, attributes in saved for value in attributes.values()
         if isinstance(value, (list, dict, set))
     ]  # fmt: skip
+    for module, _ in saved:
+        if isinstance(module, nn.RNNBase):
+            # It would look at addresses for cudnn, which tensors under export do not have.
+            module.__dict__["flatten_parameters"] = lambda: None
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

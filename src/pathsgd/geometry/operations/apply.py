@@ -15,7 +15,7 @@ from torch import Tensor
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import contract
 from pathsgd.geometry.operations.convolution import conv, transpose_conv
-from pathsgd.geometry.operations.views import apply_view, cat
+from pathsgd.geometry.operations.extended_views import apply_view, cat
 from pathsgd.geometry.operations.windows import window_matrix
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
-from pathsgd.geometry.operations.views import cat
+from pathsgd.geometry.operations.extended_views import cat
 
 BLOCK = 1 << 18
 """Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""

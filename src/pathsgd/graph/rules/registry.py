@@ -59,7 +59,7 @@ Write = Callable[[Builder, Call], Result]
 
 
 @dataclass(frozen=True)
-class Rule:
+class OperatorRule:
     """How an operator is written in the language of paths, and what else is known of it."""
 
     write: Write
@@ -70,7 +70,7 @@ class Rule:
     """Arguments of which only the shape or the dtype matters."""
 
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, OperatorRule] = {}
 
 
 def rule(*names: str, moves: bool = False, ignores: tuple[str, ...] = ()) -> Callable[[Write], Write]:
@@ -78,7 +78,7 @@ def rule(*names: str, moves: bool = False, ignores: tuple[str, ...] = ()) -> Cal
 
     def register(write: Write) -> Write:
         for name in names:
-            RULES[name] = Rule(write, moves, frozenset(ignores))
+            RULES[name] = OperatorRule(write, moves, frozenset(ignores))
         return write
 
     return register

@@ -19,7 +19,7 @@ from pathsgd.paper.records.json_files import read_json
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigFile:
     """Where the defaults of the other options come from."""
 
     config: Path | None = None
@@ -27,7 +27,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Train(Source):
+class Train(ConfigFile):
     """Trains one network.
 
     Loss and error after every epoch are recorded in DIR/runs/NAME/metrics.jsonl, with the configuration
@@ -59,7 +59,7 @@ class Train(Source):
 
 
 def main(arguments: Sequence[str]) -> int:
-    source = parse_known(Source, arguments, "train").config
+    source = parse_known(ConfigFile, arguments, "train").config
     start = Run() if source is None else from_json(Run, read_json(source), str(source))
     options = parse(Train, arguments, "train", Train(config=source, run=RunOptions.of(start)))
     progress = TerminalProgress(options.quiet or options.json, every_epoch=True)

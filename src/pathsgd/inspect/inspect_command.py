@@ -18,7 +18,7 @@ from pathsgd import Imbalance, PathError, PathGraph, TraceError, imbalance, trac
 from pathsgd.console.command_line import parse
 from pathsgd.console.devices import find_device
 from pathsgd.console.user_code import Reference
-from pathsgd.inspect.tables import format_tables, to_json
+from pathsgd.inspect.model_tables import format_tables, to_json
 from pathsgd.inspect.weights import load_weights, save_balanced
 
 
