@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pathsgd import cli
-from pathsgd.bench import command
+from pathsgd.bench import bench_command as command
 from pathsgd.bench.measure import Setting
 from pathsgd.console.networks import ResNet, stack
 

@@ -17,7 +17,7 @@ from torch import nn
 import pathsgd
 from pathsgd import cli
 from pathsgd.graph.unit_classes import unit_classes_of
-from pathsgd.inspect import command
+from pathsgd.inspect import inspect_command as command
 
 MODELS = """
 import torch
