@@ -9,24 +9,7 @@ import pytest
 
 from pathsgd.paper.analysis.claims import Claim
 from pathsgd.paper.analysis.study_tables import Table
-from pathsgd.paper.figures import draw_all
 from pathsgd.paper.html_report import write_report
-from support.fake_study import fake_study
-
-NAUGHTY = "a$b<script>alert(1)</script>=somewhere.npz"
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """Two data sets, one with a name to beware of; a run that diverged, a cell without a step size."""
-    out = tmp_path_factory.mktemp("study")
-    results = fake_study(
-        out, datasets=("mnist", NAUGHTY), dropouts=(0.0, 0.5), repeats=2,
-        diverged={("sgd", "unbalanced", 1): 4, ("adagrad", "balanced", 0): 1},
-        unchosen=[("adagrad", "unbalanced")],
-    )  # fmt: skip
-    return results, draw_all(results, out / "figures")
-
 
 TABLES = [Table("Errors & <b>more</b>", ["method", "error"], [["SGD", "1.2%"], ["<i>x</i>", "3%"]], "a < b")]
 CLAIMS = [

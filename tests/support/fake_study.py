@@ -26,6 +26,9 @@ def falling_lines(speed, epochs, diverged):
     return lines
 
 
+NAUGHTY = "a$b<script>alert(1)</script>=somewhere.npz"
+
+
 def fake_study(out, diverged=None, unchosen=(), **options):
     """A finished study. ``diverged``: (method, init, repeat) -> epoch; ``unchosen``: (method, init)."""
     study = Study(**{"hidden": (8, 8), "epochs": 12, "dropouts": (0.0,), "step_sizes": (1.0, 0.1)} | options)

@@ -14,6 +14,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
+from pathsgd.console.timing import capture
 from support.networks import SmallResNet, build
 from support.stacks import is_fused
 from support.stacks import stack as cpu_stack
@@ -82,20 +83,6 @@ def gap(a, b):
     )
 
 
-def capture(step):
-    """A CUDA graph of a training step, after four that warm it up."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 CASES = [
     *((WIDTHS[0], torch.float32, "PathSGD", options) for options in OPTIONS),
     *((widths, dtype, "PathSGD", OPTIONS[2]) for dtype in BOUNDS for widths in WIDTHS),
@@ -147,7 +134,7 @@ def test_a_whole_step_in_a_cuda_graph_under_a_schedule():
         backward(model, x, y)
         optimizer.step()
 
-    replay = capture(step)
+    replay = capture(step, torch.device("cuda"))
     reference = PathSGD(other, lr=1e-3, momentum=0.9, implementation="reference")
     for _ in range(4):
         backward(other, x, y)
@@ -173,7 +160,7 @@ def test_adam_in_a_cuda_graph():
             backward(model, x, y)
             optimizer.step()
 
-        run = capture(step) if replays else step
+        run = capture(step, torch.device("cuda")) if replays else step
         for _ in range(replays or 14):
             run()
         ends.append(model)

@@ -18,8 +18,6 @@ from pathsgd.paper.figures.one_step_examples import explosion, poor_updates
 from pathsgd.paper.html_report import write_report
 from support.fake_study import fake_study
 
-NAUGHTY = "a$b<script>alert(1)</script>=somewhere.npz"
-
 
 def check_files(paths, names):
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
@@ -30,18 +28,6 @@ def check_files(paths, names):
         else:
             assert ET.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
             assert b"<dc:date>" not in content
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """Two data sets, one with a name to beware of; a run that diverged, a cell without a step size."""
-    out = tmp_path_factory.mktemp("study")
-    results = fake_study(
-        out, datasets=("mnist", NAUGHTY), dropouts=(0.0, 0.5), repeats=2,
-        diverged={("sgd", "unbalanced", 1): 4, ("adagrad", "balanced", 0): 1},
-        unchosen=[("adagrad", "unbalanced")],
-    )  # fmt: skip
-    return results, draw_all(results, out / "figures")
 
 
 def test_all_figures_are_written(everything):
