@@ -13,6 +13,7 @@ from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
 from pathsgd.graph.trace import Inputs, trace
 from pathsgd.optim.clip import clip_path_grad_norm_
 from pathsgd.optim.path_adam import PathAdagrad, PathAdam
+from pathsgd.optim.path_muon import PathMuon
 from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.path_sgd import PathSGD
 
@@ -26,7 +27,7 @@ __all__ = [  # noqa: RUF022
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
     # training
-    "PathSGD", "PathNormalized", "PathAdam", "PathAdagrad", "clip_path_grad_norm_", "functional",
+    "PathSGD", "PathNormalized", "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
     # errors
     "PathError", "TraceError", "RescaleError",
 ]  # fmt: skip

@@ -15,9 +15,9 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.operations.extended_views import apply_view
-from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
+from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
 from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to, sums_of_biases
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
@@ -284,22 +284,11 @@ def measure_gammas(
     exponents: bool | None = None,
     shared: Shared = "kappa1",
 ) -> Gammas:
-    """gamma of every parameter of a traced model.
-
-    ``exponents`` carries a power-of-two exponent per unit: exact at any depth and imbalance, slower. By
-    default plain floats are tried first, and exponents if anything came near the end of their range.
-    """
+    """gamma of every parameter of a traced model; ``exponents`` as in
+    :func:`pathsgd.geometry.range_check.measure_in_range`."""
     check_shared(shared, check_p(p))
-    network = powered_network(graph, tensors, p)
-    with full_precision(network.device):
-        found = None
-        if not exponents:
-            check = None if exponents is False else RangeCheck(network)
-            found = measure(network, check)
-            if check is not None and not check.passed():
-                found = None
-        if found is None:
-            found = measure(powered_network(graph, tensors, p, exponents=True), None)
+    found = measure_in_range(graph, tensors, p, measure, exponents)
+    with full_precision(next(iter(tensors.values())).device):
         corrections = shared_corrections(graph, tensors, p, shared)
     if not corrections:
         return found

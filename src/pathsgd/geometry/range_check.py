@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
-from pathsgd.geometry.passes import PoweredNetwork, Values
+from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
+from pathsgd.geometry.precision import full_precision
 from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Multiply, Reduce, Source, Square, Weighted
+from pathsgd.graph.path_graph import PathGraph
+
+T = TypeVar("T")
 
 PRODUCTS = (Source, Multiply, Square)
 SUMS = (Linear, Conv, Add, AxisMap, Reduce)
@@ -132,6 +139,26 @@ class RangeCheck:
         if not isinstance(self.network.graph.nodes[k].operation, Weighted):
             return None
         return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
+
+
+Measure = Callable[[PoweredNetwork, RangeCheck | None], T]
+"""Runs the passes over a network and shows a check, if there is one, the numbers as they come."""
+
+
+def measure_in_range(
+    graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T], exponents: bool | None = None
+) -> T:
+    """What ``measure`` finds, in plain floats or with an exponent per unit (exact at any depth and imbalance, and
+    slower). By default plain floats are tried first, and exponents if anything came near the end of their
+    range."""
+    network = powered_network(graph, tensors, p)
+    with full_precision(network.device):
+        if not exponents:
+            check = None if exponents is False else RangeCheck(network)
+            found = measure(network, check)
+            if check is None or check.passed():
+                return found
+        return measure(powered_network(graph, tensors, p, exponents=True), None)
 
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> ExtendedFloat:

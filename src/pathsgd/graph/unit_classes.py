@@ -51,6 +51,8 @@ class UnitClasses:
     """Whether a class feeds its outgoing edges through a square."""
     uncovered: dict[int, Tensor]
     """By node: the classes of units that share one weight, which no rescaling changes."""
+    read: dict[int, tuple[Tensor, int]]
+    """By node that a weight reads: the classes of its units, and the power with which their factor enters."""
 
 
 _found: weakref.WeakKeyDictionary[PathGraph, UnitClasses] = weakref.WeakKeyDictionary()
@@ -262,7 +264,10 @@ class _Search:
         for edge in edges.values():
             if edge.degree != 1:
                 squared[edge.tail.flatten()] = True
-        return UnitClasses(len(unique), edges, parameters, self.owners(edges, number), squared, uncovered)
+        sources = {self.graph.nodes[k].inputs[0] for k in edges if self.graph.nodes[k].inputs}
+        read = {k: (number[self.ids[k]], self.degrees[k]) for k in sorted(sources)}
+        owners = self.owners(edges, number)
+        return UnitClasses(len(unique), edges, parameters, owners, squared, uncovered, read)
 
     def owners(self, edges: dict[int, EdgeClasses], number: Tensor) -> dict[str, Tensor]:
         """The classes each parameter leads into, under its own name and under its module's."""

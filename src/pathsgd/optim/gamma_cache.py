@@ -1,19 +1,22 @@
-"""When gamma is measured, kept and thrown away."""
+"""When gamma, and whatever else depends on the weights alone, is measured, kept and thrown away."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from pathsgd._torch import is_capturing, version
 from pathsgd.errors import PathError
-from pathsgd.geometry.gamma import Gamma, Gammas, measure_gammas
+from pathsgd.geometry.edge_weights import Tensors
+from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
+from pathsgd.geometry.passes import PoweredNetwork
+from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.trace import Example
-from pathsgd.optim.captured_gammas import CapturedGammas
+from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
 
 WARM_UP = 3
@@ -26,6 +29,48 @@ def versions(tensors: Iterable[Tensor]) -> list[Version]:
     """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
     CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
     return [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
+
+
+class Found(Protocol):
+    """What was measured."""
+
+    @property
+    def exponents(self) -> bool: ...
+
+
+F = TypeVar("F", bound=Found, covariant=True)
+
+
+class Measurement(Protocol[F]):
+    """Something that depends on the weights alone."""
+
+    capturable: bool
+    """Whether :meth:`measure` alone finds it, so that a CUDA graph can."""
+
+    def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> F: ...
+
+    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> F: ...
+
+
+class GammaMeasurement:
+    """gamma of every parameter."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.capturable = shared == "kappa1"
+
+    def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> Gammas:
+        return measure_gammas(graph, tensors, p, exponents=exponents, shared=self.shared)
+
+    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
+        found = measure(network, check)
+        take_roots(found.values())  # captured, so that they are replayed too
+        for gamma in found.values():
+            gamma.roots()
+        return found
+
+
+Key = tuple[Measurement[Any], float]
 
 
 class GammaCache:
@@ -44,12 +89,12 @@ class GammaCache:
         self.model = unwrap(model)
         self.lazy_graph = LazyGraph(self.model, example_input, batch_dim)
         self.refresh_every = refresh_every
-        self.shared = shared
+        self.gamma_measurement = GammaMeasurement(shared)
         self.names = _names(self.model)
-        self.needs_exponents: dict[float, bool] = {}
-        self._gammas: dict[float, Gammas] = {}
+        self.needs_exponents: dict[Key, bool] = {}
+        self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
-        self._captured: dict[float, CapturedGammas] = {}
+        self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._measurements = 0
         self._steps = 0
 
@@ -59,20 +104,24 @@ class GammaCache:
 
     def gammas(self, p: float) -> Gammas:
         """gamma of every parameter of the model, measured now unless the cached one is still valid."""
-        if self._gammas and not is_capturing() and self._current_versions() != self._versions:
+        return self.get(self.gamma_measurement, p)
+
+    def get(self, measurement: Measurement[F], p: float) -> F:
+        """What is measured of the model as it is, now unless the cached one is still valid."""
+        key = measurement, p
+        if self._found and not is_capturing() and self._current_versions() != self._versions:
             self.refresh()
-        if p not in self._gammas:
+        if key not in self._found:
             if is_capturing():
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
                 tensors = self.graph.tensors(self.model)
-                exponents = self.needs_exponents.get(p, False)
-                return measure_gammas(self.graph, tensors, p, exponents=exponents, shared=self.shared)
+                return measurement.run(self.graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
-            self._gammas[p] = self._measure(p)
-            self.needs_exponents[p] = self._gammas[p].exponents
+            self._found[key] = self._measure(measurement, p)
+            self.needs_exponents[key] = self._found[key].exponents
             self._versions = self._current_versions()
-        return self._gammas[p]
+        return self._found[key]
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
         """gamma of each of these parameters; None where it falls back to gamma = 1."""
@@ -82,26 +131,27 @@ class GammaCache:
         names = [self.names.get(id(parameter)) for parameter in parameters]
         return [gammas[name] if name is not None and infos[name].normalised else None for name in names]
 
-    def _measure(self, p: float) -> Gammas:
+    def _measure(self, measurement: Measurement[F], p: float) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""
+        key = measurement, p
         tensors = self.graph.tensors(self.model)
-        captured = self._captured.pop(p, None)
+        captured = self._captured.pop(key, None)
         if captured is not None and captured.fits(tensors):
-            gammas = captured.replay()
-            if gammas is not None:
-                self._captured[p] = captured
-                return gammas
-        gammas = measure_gammas(self.graph, tensors, p, shared=self.shared)
+            found = captured.replay()
+            if found is not None:
+                self._captured[key] = captured
+                return found
+        found = measurement.run(self.graph, tensors, p, None)
         self._measurements += 1
         on_gpu = all(tensor.is_cuda for tensor in tensors.values())
-        if on_gpu and self._measurements > WARM_UP and self.shared == "kappa1" and not gammas.exponents:
-            self._captured[p] = CapturedGammas(self.graph, tensors, p)
+        if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
+            self._captured[key] = CapturedMeasurement(self.graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
-        return gammas
+        return found
 
     def is_captured(self, p: float) -> bool:
         """Whether gamma at this p is replayed from a CUDA graph."""
-        return p in self._captured
+        return (self.gamma_measurement, p) in self._captured
 
     def calibrate(self, p: float) -> None:
         """Finds out whether plain floats are enough, for a step that is compiled before any is run."""
@@ -116,12 +166,12 @@ class GammaCache:
         self._steps += 1
         if self._steps % self.refresh_every == 0:
             self.refresh()
-        elif self._gammas:
+        elif self._found:
             self._versions = self._current_versions()
 
     def refresh(self) -> None:
-        """Throws the cached gammas away."""
-        self._gammas.clear()
+        """Throws away what is cached."""
+        self._found.clear()
 
     def _current_versions(self) -> list[Version]:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.
@@ -147,7 +197,7 @@ class GammaCache:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_gammas": {}, "_captured": {}, "names": None}
+        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -43,17 +43,18 @@ class PathAdam(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 1e-4,
+        lr: float | Tensor = 0.1,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-12,
         weight_decay: float = 0.0,
         p: float = 2,
         **options: Any,
     ) -> None:
         super().__init__(
             torch.optim.Adam, model, example_input,
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p, **options,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p,
+            relative=True, **options,
         )  # fmt: skip
 
 

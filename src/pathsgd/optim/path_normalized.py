@@ -22,6 +22,9 @@ from pathsgd.optim.coordinates import InvariantView, Limit
 from pathsgd.optim.fused import torch_rules
 from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
+from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.relative.coordinates import Coordinates, RelativeMeasurement
+from pathsgd.optim.relative.view import RelativeView
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
 
@@ -79,6 +82,9 @@ class PathNormalized(PathOptimizer):
         refresh_every: int = 1,
         batch_dim: int | None = 0,
         implementation: Choice = "auto",
+        relative: bool = False,
+        coordinates: Coordinates = "paths",
+        radial: float = 0.25,
         **options: Any,
     ) -> None:
         if isinstance(optimizer_class, (Optimizer, nn.Module)) or not callable(optimizer_class):
@@ -99,6 +105,8 @@ class PathNormalized(PathOptimizer):
         super().__init__(base.param_groups, base.defaults)
         self.base, self.p, self.max_relative_step = base, p, max_relative_step
         self._step_limit = StepLimit(self.gamma_cache)
+        self.relative, self.coordinates, self.radial = relative, coordinates, radial
+        self._measurement: RelativeMeasurement | None = None
         self._share(base)
 
     def _share(self, base: Optimizer) -> None:
@@ -133,7 +141,7 @@ class PathNormalized(PathOptimizer):
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("base", "gamma_cache", "p", "max_relative_step", "implementation", "_step_limit")
+        kept = ("base", "gamma_cache", "p", "max_relative_step", "implementation", "_step_limit", "_geometry")
         return {**{name: getattr(self, name) for name in kept}, "_dispatch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,6 +159,8 @@ class PathNormalized(PathOptimizer):
             The loss, if there is a closure.
         """
         params = [p for group in self.param_groups for p in group["params"]]
+        if self.relative:
+            return self._relative_step(params, closure)
         chains: list[Ready] = []
         if closure is None:
             params = [p for p in params if p.grad is not None]
@@ -170,6 +180,29 @@ class PathNormalized(PathOptimizer):
                 chain.step()
         self.gamma_cache.after_step()
         return loss
+
+    def _relative_step(self, params: list[Tensor], closure: Callable[[], Any] | None) -> Any:
+        if closure is None and all(p.grad is None for p in params):
+            return None
+        names = self.gamma_cache.names
+        known = {names[id(p)]: p for p in params if id(p) in names}
+        measurement = self._relative_measurement()
+        coordinates = self.gamma_cache.get(measurement, self.p)
+        view = RelativeView(known, measurement, coordinates, self.radial)
+        with torch.no_grad(), view.entered():
+            loss = self.base.step() if closure is None else self.base.step(view.wrap(closure))
+        self.gamma_cache.after_step()
+        return loss
+
+    def _relative_measurement(self) -> RelativeMeasurement:
+        if self._measurement is None:
+            names = self.gamma_cache.names
+            own = [names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names]
+            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates)
+        return self._measurement
+
+    def blocks_of(self, parameter: Tensor) -> list[Block]:
+        return self._relative_measurement().by_name[self.gamma_cache.names[id(parameter)]]
 
     def _by_fused(self) -> list[Ready]:
         """The chains that a fused implementation moves."""

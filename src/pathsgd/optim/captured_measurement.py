@@ -6,14 +6,17 @@ while a network is trained, so the passes can be captured once and replayed.
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import torch
 
 from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.gamma import Gammas, measure, take_roots
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.range_check import Measure, RangeCheck
 from pathsgd.graph.path_graph import PathGraph
+
+T = TypeVar("T")
 
 CHECK_EVERY = 16
 """Replays between two range checks: far too few to leave the range of plain floats."""
@@ -22,19 +25,16 @@ ERROR_MODE = "thread_local"
 """Other threads, as those of a data loader, may allocate during the capture."""
 
 
-class CapturedGammas:
-    """The gammas of one model at one p, in plain floats; measured once eagerly before."""
+class CapturedMeasurement(Generic[T]):
+    """What ``measure`` finds of one model at one p, in plain floats; measured once eagerly before."""
 
     @torch.no_grad()
-    def __init__(self, graph: PathGraph, tensors: Tensors, p: float) -> None:
+    def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
         self.addresses = addresses(tensors)
         self.passes, self.checked_passes = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
             with torch.cuda.graph(self.passes, capture_error_mode=ERROR_MODE):
-                self.gammas = measure(powered_network(graph, tensors, p), None)
-                take_roots(self.gammas.values())  # captured, so that they are replayed too
-                for gamma in self.gammas.values():
-                    gamma.roots()
+                self.found = measure(powered_network(graph, tensors, p), None)
             # A second graph with a range check, which takes twice as long and is replayed now and then.
             with torch.cuda.graph(
                 self.checked_passes, pool=self.passes.pool(), capture_error_mode=ERROR_MODE
@@ -53,14 +53,14 @@ class CapturedGammas:
         """Whether the tensors lie where they lay when the graph was captured."""
         return self.addresses == addresses(tensors)
 
-    def replay(self) -> Gammas | None:
-        """The gammas of the weights as they are now, in the same tensors each time. None if plain floats may
+    def replay(self) -> T | None:
+        """What is found of the weights as they are now, in the same tensors each time. None if plain floats may
         not be enough any more: measure eagerly then."""
         self.passes.replay()
         if self.extremes is not None and not self._in_range():
             return None
         self._replays += 1
-        return self.gammas
+        return self.found
 
     def _in_range(self) -> bool:
         assert self.extremes is not None

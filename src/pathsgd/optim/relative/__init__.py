@@ -1,0 +1,1 @@
+"""Steps that are a fraction of what they move."""

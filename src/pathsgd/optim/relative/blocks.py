@@ -1,0 +1,178 @@
+"""The blocks of a model's parameters: what takes one relative step together.
+
+A block is a parameter, or the rows of one that are read together: the queries, the keys and the values of a packed
+projection are three. A family is the blocks that lead into the same units, as a layer's weight and bias do: a
+block that has no size of its own, a bias of zero, takes that of its family.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pathsgd.geometry.unit_groups import Group, Part, unit_groups
+from pathsgd.graph.nodes import Add, Conv, Linear, Permute, Reshape, Slice, Source
+from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
+from pathsgd.graph.views import view_tensor
+
+MOST = 16
+"""Rows that are read apart in more pieces than these stay one block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    """Along which a row is one unit: 0, or 1 where the matrix is used transposed."""
+    start: int
+    length: int
+    family: int
+    turns: bool
+    """Whether it is a matrix or a kernel, so that it turns instead of growing."""
+    orthogonal: bool
+    """Whether its direction is orthogonalised by Muon."""
+    tails: Tensor
+    """The classes of the units that its weights come from."""
+    heads: Tensor
+    """The classes of the units that they lead into."""
+    fan_in: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor of the parameter's shape, as a view."""
+        if self.length == self.shape[self.axis] if self.shape else True:
+            return tensor
+        return tensor.narrow(self.axis, self.start, self.length)
+
+    @property
+    def numel(self) -> int:
+        if not self.shape:
+            return 1
+        return math.prod(self.shape) // max(1, self.shape[self.axis]) * self.length
+
+
+def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
+    """The blocks of every parameter by name."""
+    units = unit_classes_of(graph)
+    found: dict[str, list[Block]] = {}
+    families = 0
+    for group in unit_groups(graph):
+        rows = len(group.heads(units))
+        cuts = _cuts(graph, group, rows)
+        for part in group.parts:
+            info = _info(graph, part)
+            if info.name in found:
+                continue
+            axis = _axis(part, info, rows)
+            whole = _whole(info, units, part)
+            if axis is None:
+                found[info.name] = [replace(whole, family=families)]
+                continue
+            found[info.name] = [
+                _rows(whole, units, axis, start, stop, families + k)
+                for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+            ]
+        families += len(cuts) - 1
+    for info in graph.parameters.values():
+        if info.name not in found:
+            found[info.name] = [replace(_whole(info, units, None), family=families)]
+            families += 1
+    return found
+
+
+def _info(graph: PathGraph, part: Part) -> ParameterInfo:
+    parameter = part.operation.weight.parameter
+    assert parameter is not None
+    return graph.parameters[parameter.name]
+
+
+def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None) -> Block:
+    shape = tuple(info.shape)
+    wide = sum(n > 1 for n in shape) >= 2
+    weighted = part is not None and isinstance(part.operation, (Linear, Conv))
+    operation = None if part is None else part.operation
+    depthwise = isinstance(operation, Conv) and operation.groups > 1 and operation.groups == shape[0]
+    edge = units.parameters.get(info.name)
+    tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
+    heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
+    fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
+    return Block(
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide, wide and weighted and not depthwise,
+        tails, heads, fan_in,
+    )  # fmt: skip
+
+
+def _rows(whole: Block, units: UnitClasses, axis: int, start: int, stop: int, family: int) -> Block:
+    edge = units.parameters.get(whole.name)
+    tails, heads = whole.tails, whole.heads
+    if edge is not None:
+        tails, heads = (
+            ids.narrow(axis, start, stop - start).flatten() if ids.shape[axis] > 1 else ids.flatten()
+            for ids in (edge.tail, edge.head)
+        )
+    fan_in = math.prod(whole.shape) // max(1, whole.shape[axis])
+    return replace(
+        whole, axis=axis, start=start, length=stop - start, family=family, tails=tails, heads=heads, fan_in=fan_in
+    )
+
+
+def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
+    """The axis of the parameter along which one row is one unit, if there is one."""
+    parameter = part.operation.weight.parameter
+    assert parameter is not None
+    if not info.shape:
+        return None
+    if parameter.views == (Permute((1, 0)),) and isinstance(part.operation, Linear):
+        return 1 if info.shape[1] == rows else None
+    transposed = isinstance(part.operation, Conv) and part.operation.transposed
+    if parameter.views or transposed or info.shape[0] != rows:
+        return None
+    return 0
+
+
+def _cuts(graph: PathGraph, group: Group, rows: int) -> list[int]:
+    """Where the units of a group fall apart into pieces that different operations read: [0, ..., rows]."""
+    whole = [0, rows]
+    part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
+    if part is None:
+        return whole
+    node = graph.nodes[part.node]
+    axis = len(node.shape) - 1 if isinstance(part.operation, Linear) else 1
+    if node.shape[axis] != rows:
+        return whole
+    layout = [1] * len(node.shape)
+    layout[axis] = rows
+    ids = torch.arange(rows).reshape(layout).expand(node.shape)
+    readers = graph.readers()
+    pieces: list[Tensor] = []
+
+    def follow(k: int, ids: Tensor) -> None:
+        if k in graph.ends or not readers[k]:
+            pieces.append(torch.unique(ids))
+        for reader in readers[k]:
+            operation = graph.nodes[reader].operation
+            if isinstance(operation, (Reshape, Permute, Slice)):
+                follow(reader, view_tensor(operation, ids))
+            elif isinstance(operation, Add) and _adds_bias(graph, reader, k):
+                follow(reader, ids.expand(graph.nodes[reader].shape))
+            else:
+                pieces.append(torch.unique(ids))
+
+    follow(part.node, ids)
+    member = torch.zeros(rows, len(pieces), dtype=torch.bool)
+    for k, piece in enumerate(pieces):
+        member[piece, k] = True
+    changes = (member[1:] != member[:-1]).any(1).nonzero().flatten() + 1
+    cuts = [0, *changes.tolist(), rows]
+    return cuts if len(cuts) <= MOST + 1 else whole
+
+
+def _adds_bias(graph: PathGraph, add: int, k: int) -> bool:
+    others = [source for source in graph.nodes[add].inputs if source != k]
+    return all(isinstance(graph.nodes[source].operation, Source) for source in others)

@@ -1,0 +1,106 @@
+"""Muon's direction for relative steps: orthogonalised for matrices, Adam's for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import Optimizer
+
+from pathsgd._torch import foreach
+from pathsgd.optim.relative.blocks import Block
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration that takes all singular values near 1 in five steps."""
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+    """The nearest (semi-)orthogonal matrix of each in a batch, roughly, by Newton-Schulz."""
+    a, b, c = COEFFICIENTS
+    x = _normalize(matrices).to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def _normalize(matrices: Tensor) -> Tensor:
+    """Each of norm 1, or 0."""
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    x = matrices / torch.where(largest > 0, largest, 1)  # whose squares are in range
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / torch.where(norm > 0, norm, 1)
+
+
+class RelativeMuon(Optimizer):
+    """On parameters of root mean square 1: a step is ``lr`` long in the same measure."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.04, *, blocks_of: Callable[[Tensor], list[Block]],
+        momentum: float = 0.95, nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-12, adam_ratio: float = 1.0,
+    ) -> None:
+        self.blocks_of = blocks_of
+        super().__init__(
+            params, dict(lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, adam_ratio=adam_ratio)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in params if all(block.orthogonal for block in self.blocks_of(p))]
+            chosen = set(map(id, matrices))
+            self._step_matrices(group, matrices)
+            self._step_adam(group, [p for p in params if id(p) not in chosen])
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        grads = [p.grad for p in params]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        foreach("mul_", buffers, group["momentum"])
+        foreach("add_", buffers, grads)
+        ds = foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for p, d in zip(params, ds, strict=True):
+            for block in self.blocks_of(p):
+                own, to = block.of(d), block.of(p)
+                flat = own.reshape(len(own), -1)
+                by_shape.setdefault((flat.shape[0], flat.shape[1]), []).append((flat, to))
+        for (rows, columns), pairs in by_shape.items():
+            batch = torch.stack([flat for flat, _ in pairs])
+            fast = batch.is_cuda and batch.dtype == torch.float32
+            found = orthogonalize(batch, torch.bfloat16 if fast else batch.dtype)
+            found = _normalize(found).mul_((rows * columns) ** 0.5)
+            for (_, to), d in zip(pairs, found.unbind(), strict=True):
+                to.sub_(d.reshape(to.shape), alpha=group["lr"])
+
+    def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(
+                    step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                )
+        states = [self.state[p] for p in params]
+        first, second = group["betas"]
+        adam(
+            params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
+            [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
+            lr=group["lr"] * group["adam_ratio"], weight_decay=0.0, eps=group["eps"], maximize=False,
+        )  # fmt: skip
