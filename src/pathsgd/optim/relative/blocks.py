@@ -38,6 +38,8 @@ class Block:
     """Whether it is a matrix or a kernel, so that it turns instead of growing."""
     orthogonal: bool
     """Whether its direction is orthogonalised by Muon."""
+    end: bool
+    """Whether it is an embedding, or makes what the model returns."""
     tails: Tensor
     """The classes of the units that its weights come from."""
     heads: Tensor
@@ -64,13 +66,13 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     families = 0
     for group in unit_groups(graph):
         rows = len(group.heads(units))
-        cuts = _cuts(graph, group, rows)
+        cuts, output = _follow(graph, group, rows)
         for part in group.parts:
             info = _info(graph, part)
             if info.name in found:
                 continue
             axis = _axis(part, info, rows)
-            whole = _whole(info, units, part)
+            whole = _whole(info, units, part, output)
             if axis is None:
                 found[info.name] = [replace(whole, family=families)]
                 continue
@@ -81,7 +83,7 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
         families += len(cuts) - 1
     for info in graph.parameters.values():
         if info.name not in found:
-            found[info.name] = [replace(_whole(info, units, None), family=families)]
+            found[info.name] = [replace(_whole(info, units, None, False), family=families)]
             families += 1
     return found
 
@@ -92,18 +94,19 @@ def _info(graph: PathGraph, part: Part) -> ParameterInfo:
     return graph.parameters[parameter.name]
 
 
-def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None) -> Block:
+def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: bool) -> Block:
     shape = tuple(info.shape)
     wide = sum(n > 1 for n in shape) >= 2
     weighted = part is not None and isinstance(part.operation, (Linear, Conv))
     operation = None if part is None else part.operation
     depthwise = isinstance(operation, Conv) and operation.groups > 1 and operation.groups == shape[0]
+    output = output or "embedding" in info.roles
     edge = units.parameters.get(info.name)
     tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
     fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
     return Block(
-        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide, wide and weighted and not depthwise,
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide, wide and weighted and not depthwise, output,
         tails, heads, fan_in,
     )  # fmt: skip
 
@@ -136,23 +139,25 @@ def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
     return 0
 
 
-def _cuts(graph: PathGraph, group: Group, rows: int) -> list[int]:
-    """Where the units of a group fall apart into pieces that different operations read: [0, ..., rows]."""
-    whole = [0, rows]
+def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:
+    """Where the units of a group fall apart into pieces that different operations read, as [0, ..., rows]; and
+    whether they are what the model returns."""
     part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
     if part is None:
-        return whole
+        return [0, rows], False
     node = graph.nodes[part.node]
     axis = len(node.shape) - 1 if isinstance(part.operation, Linear) else 1
     if node.shape[axis] != rows:
-        return whole
+        return [0, rows], False
     layout = [1] * len(node.shape)
     layout[axis] = rows
-    ids = torch.arange(rows).reshape(layout).expand(node.shape)
     readers = graph.readers()
+    outputs: list[int] = []
     pieces: list[Tensor] = []
 
     def follow(k: int, ids: Tensor) -> None:
+        if k in graph.outputs:
+            outputs.append(k)
         if k in graph.ends or not readers[k]:
             pieces.append(torch.unique(ids))
         for reader in readers[k]:
@@ -164,13 +169,13 @@ def _cuts(graph: PathGraph, group: Group, rows: int) -> list[int]:
             else:
                 pieces.append(torch.unique(ids))
 
-    follow(part.node, ids)
+    follow(part.node, torch.arange(rows).reshape(layout).expand(node.shape))
     member = torch.zeros(rows, len(pieces), dtype=torch.bool)
     for k, piece in enumerate(pieces):
         member[piece, k] = True
     changes = (member[1:] != member[:-1]).any(1).nonzero().flatten() + 1
     cuts = [0, *changes.tolist(), rows]
-    return cuts if len(cuts) <= MOST + 1 else whole
+    return cuts if len(cuts) <= MOST + 1 else [0, rows], bool(outputs)
 
 
 def _adds_bias(graph: PathGraph, add: int, k: int) -> bool:

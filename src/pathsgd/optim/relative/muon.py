@@ -44,7 +44,9 @@ class RelativeMuon(Optimizer):
         self, params: Any, lr: float = 0.04, *, blocks_of: Callable[[Tensor], list[Block]],
         momentum: float = 0.95, nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-12, adam_ratio: float = 1.0,
+        ends: bool = True,
     ) -> None:
+        self.ends = ends
         self.blocks_of = blocks_of
         super().__init__(
             params, dict(lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, adam_ratio=adam_ratio)
@@ -58,7 +60,7 @@ class RelativeMuon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            matrices = [p for p in params if all(block.orthogonal for block in self.blocks_of(p))]
+            matrices = [p for p in params if all(b.orthogonal and (self.ends or not b.end) for b in self.blocks_of(p))]
             chosen = set(map(id, matrices))
             self._step_matrices(group, matrices)
             self._step_adam(group, [p for p in params if id(p) not in chosen])
