@@ -25,8 +25,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz on matrices of one shape: about the nearest orthogonal ones. In bfloat16, except on a CPU,
-    where that is slow."""
+    """Newton-Schulz on matrices of one shape: about the nearest orthogonal ones. In bfloat16,
+    except on a CPU, where that is slow."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.size(-2) > x.size(-1)
     if tall:

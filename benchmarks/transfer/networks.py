@@ -223,7 +223,7 @@ def mixer(width: int = 128) -> nn.Module:
 
 
 class TorchEncoder(nn.Module):
-    """torch's own encoder layers as a model of bytes: queries, keys, values in one packed matrix, and GELU."""
+    """torch's own encoder layers as a model of bytes: a packed matrix of queries, keys and values; GELU."""
 
     def __init__(self, width: int = 128, layers: int = 3, context: int = 128) -> None:
         super().__init__()

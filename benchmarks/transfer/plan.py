@@ -60,7 +60,7 @@ def plan(stage: str, setting: Setting, records: Sequence[Record]) -> list[Job]:
 
 
 def plan_rates(setting: Setting) -> Iterator[Job]:
-    """Every plain optimizer over its grid; for more than five epochs the best rate of five and its neighbours."""
+    """Plain optimizers over their grids; longer training takes the best rate of five epochs +- one."""
     for network in setting.networks:
         for start in setting.starts:
             for method in setting.chosen(tuple(PLAIN)):

@@ -38,6 +38,9 @@ class Task(Protocol):
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Numbers on the held-out data, ``metric`` among them."""
 
+    def shortened(self, steps: int) -> Task:
+        """At most so many steps an epoch and a small validation, to try things out."""
+
 
 @dataclass(frozen=True)
 class Images:
@@ -79,6 +82,10 @@ class Images:
             "loss": F.cross_entropy(scores, self.y_valid).item(),
         }
 
+    def shortened(self, steps: int) -> Images:
+        steps = min(steps, self.steps)
+        return replace(self, steps=steps, x_valid=self.x_valid[:200], y_valid=self.y_valid[:200])
+
 
 @dataclass(frozen=True)
 class Text:
@@ -90,6 +97,7 @@ class Text:
     batch: int
     context: int
     data_hash: str = ""
+    pieces: int = 512
     metric: str = "loss"
     classes: int = 256
 
@@ -107,15 +115,18 @@ class Text:
             yield self._cut(self.train, starts)
 
     @torch.no_grad()
-    def validate(self, model: nn.Module, pieces: int = 512) -> dict[str, float]:
+    def validate(self, model: nn.Module) -> dict[str, float]:
         starts = torch.linspace(
-            0, len(self.valid) - self.context - 1, pieces, device=self.valid.device
+            0, len(self.valid) - self.context - 1, self.pieces, device=self.valid.device
         ).long()
         losses = [
             F.cross_entropy(model(x).flatten(0, 1), y.flatten())
             for x, y in (self._cut(self.valid, part) for part in starts.split(64))
         ]
         return {"loss": torch.stack(losses).mean().item()}
+
+    def shortened(self, steps: int) -> Text:
+        return replace(self, steps=min(steps, self.steps), pieces=16)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def run_job(
     try:
         task = load_task(NETWORKS[job.network].task, folder, device)
         if steps is not None:
-            task = replace(task, steps=min(steps, task.steps))  # type: ignore[type-var]
+            task = task.shortened(steps)
         record |= train(job, task, device, deadline)
     except OutOfTime:
         raise
