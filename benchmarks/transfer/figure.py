@@ -1,4 +1,4 @@
-"""Curves over the rate: one panel a method, one line a network. What carries over is a valley in one place."""
+"""Curves over the rate: one panel a method, one line a network. One rate for all is one valley for all."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from .methods import needs_paths
 from .networks import NETWORKS
 from .records import FILE, read_records, without_recorded
 from .train import Job, OutOfTime, Record, run_job
+
+GRACE = 20  # seconds that an epoch may go on after the end of the time
 
 
 def run_jobs(
@@ -103,12 +106,10 @@ def _prepare(device: str) -> None:
 
 def _in_processes(jobs: list[Job], arguments: tuple[Any, ...], workers: int) -> Iterator[Record]:
     """A process that dies (a GPU error stays with it) is replaced; its job is lost."""
-    if arguments[1] == "cuda":
-        _start_mps()
     context = multiprocessing.get_context("spawn")
     todo: Any = context.Queue()
     done: Any = context.Queue()
-    spare = 4 * workers
+    deadline, spare = arguments[-1], 4 * workers
     for job in [*jobs, *[None] * (workers + spare)]:
         todo.put(job)
 
@@ -117,23 +118,24 @@ def _in_processes(jobs: list[Job], arguments: tuple[Any, ...], workers: int) -> 
         process.start()
         return process
 
-    running = [start() for _ in range(workers)]
-    while running:
-        try:
-            yield done.get(timeout=0.5)
-            continue
-        except queue.Empty:
-            pass
-        for process in [p for p in running if not p.is_alive()]:
-            running.remove(process)
-            if process.exitcode and spare:
-                spare -= 1
-                running.append(start())
-    while True:  # what the last of them wrote before it ended
-        try:
-            yield done.get(timeout=0.5)
-        except queue.Empty:
-            break
+    with _mps(arguments[1]):
+        running = [start() for _ in range(workers)]
+        while running:
+            try:
+                yield done.get(timeout=0.5)
+                continue
+            except queue.Empty:
+                pass
+            for process in [p for p in running if not p.is_alive()]:
+                running.remove(process)
+                if process.exitcode and spare and time.monotonic() < deadline:
+                    spare -= 1
+                    running.append(start())
+            if time.monotonic() > deadline + GRACE:
+                for process in running:
+                    process.kill()
+        while not done.empty():  # what the last of them wrote before it ended
+            yield done.get()
     todo.cancel_join_thread()
 
 
@@ -152,8 +154,25 @@ def _work(todo: Any, done: Any, arguments: tuple[Any, ...]) -> None:
             sys.exit(1)
 
 
-def _start_mps() -> None:
-    """Lets the processes' kernels run at the same time. Where it does not start they take turns."""
-    program = shutil.which("nvidia-cuda-mps-control")
-    if program is not None:
-        subprocess.run([program, "-d"], check=False, capture_output=True)
+@contextmanager
+def _mps(device: str) -> Iterator[None]:
+    """Lets the kernels of several processes run at the same time, by NVIDIA's service for it. Where that is not
+    there or does not work, they take turns."""
+    control = shutil.which("nvidia-cuda-mps-control") if device == "cuda" else None
+    started = control is not None and subprocess.run([control, "-d"], capture_output=True).returncode == 0
+
+    def stop() -> None:
+        subprocess.run([str(control)], input=b"quit\n", capture_output=True)
+
+    if started:
+        probe = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"]
+        if subprocess.run(probe, capture_output=True).returncode:
+            stop()
+            started = False
+    if device == "cuda":
+        print("the processes share the GPU" if started else "the processes take turns on the GPU", flush=True)
+    try:
+        yield
+    finally:
+        if started:
+            stop()
