@@ -156,8 +156,8 @@ def _work(todo: Any, done: Any, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _mps(device: str) -> Iterator[None]:
-    """Lets the kernels of several processes run at the same time, by NVIDIA's service for it. Where that is not
-    there or does not work, they take turns."""
+    """Lets the kernels of several processes run at the same time, by NVIDIA's service for it. Where that
+    does not work they take turns."""
     control = shutil.which("nvidia-cuda-mps-control") if device == "cuda" else None
     started = control is not None and subprocess.run([control, "-d"], capture_output=True).returncode == 0
 
