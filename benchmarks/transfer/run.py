@@ -98,6 +98,7 @@ def _in_this_process(jobs: list[Job], arguments: tuple[Any, ...]) -> Iterator[Re
 def _prepare(device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch.export's, once for every network
+    torch.backends.mha.set_fastpath_enabled(False)  # validate what was trained
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
