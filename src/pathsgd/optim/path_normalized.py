@@ -24,7 +24,7 @@ from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.coordinates import Coordinates, RelativeMeasurement
-from pathsgd.optim.relative.view import RelativeView
+from pathsgd.optim.relative.view import Growth, RelativeView
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
 
@@ -84,7 +84,7 @@ class PathNormalized(PathOptimizer):
         implementation: Choice = "auto",
         relative: bool = False,
         coordinates: Coordinates = "paths",
-        radial: float = 0.25,
+        growth: float = 1.0,
         **options: Any,
     ) -> None:
         if isinstance(optimizer_class, (Optimizer, nn.Module)) or not callable(optimizer_class):
@@ -105,7 +105,8 @@ class PathNormalized(PathOptimizer):
         super().__init__(base.param_groups, base.defaults)
         self.base, self.p, self.max_relative_step = base, p, max_relative_step
         self._step_limit = StepLimit(self.gamma_cache)
-        self.relative, self.coordinates, self.radial = relative, coordinates, radial
+        self.relative, self.coordinates, self.growth = relative, coordinates, growth
+        self._growth = None
         self._measurement: RelativeMeasurement | None = None
         self._share(base)
 
@@ -188,7 +189,9 @@ class PathNormalized(PathOptimizer):
         known = {names[id(p)]: p for p in params if id(p) in names}
         measurement = self._relative_measurement()
         coordinates = self.gamma_cache.get(measurement, self.p)
-        view = RelativeView(known, measurement, coordinates, self.radial)
+        if self._growth is None:
+            self._growth = Growth(measurement.blocks, self.growth)
+        view = RelativeView(known, measurement, coordinates, self._growth, self.param_groups[0]["lr"])
         with torch.no_grad(), view.entered():
             loss = self.base.step() if closure is None else self.base.step(view.wrap(closure))
         self.gamma_cache.after_step()

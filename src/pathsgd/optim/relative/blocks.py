@@ -8,13 +8,14 @@ block that has no size of its own, a bias of zero, takes that of its family.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
-from pathsgd.graph.nodes import Add, Conv, Linear, Permute, Reshape, Slice, Source
+from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.views import view_tensor
@@ -35,7 +36,11 @@ class Block:
     length: int
     family: int
     turns: bool
-    """Whether it is a matrix or a kernel, so that it turns instead of growing."""
+    """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
+    share: int
+    """How many blocks that turn lie in its region: a growth is divided between them."""
+    depth: float
+    """How many weights lie on a path of its region, one after the other."""
     orthogonal: bool
     """Whether its direction is orthogonalised by Muon."""
     end: bool
@@ -85,7 +90,57 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
         if info.name not in found:
             found[info.name] = [replace(_whole(info, units, None, False), family=families)]
             families += 1
+    return _count(graph, found)
+
+
+def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Block]]:
+    """The blocks with the counts of their regions."""
+    depths = _depths(graph)
+    turning = Counter(
+        region
+        for name, blocks in found.items()
+        for region in graph.parameters[name].regions
+        if any(block.turns for block in blocks)
+    )
+    counted = {}
+    for name, blocks in found.items():
+        regions = graph.parameters[name].regions
+        share = max([1, *(turning[region] for region in regions)])
+        depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
+        counted[name] = [replace(block, share=share, depth=depth) for block in blocks]
+    return counted
+
+
+def _depths(graph: PathGraph) -> dict[int, float]:
+    """By region, the number of layers one after the other; a sum has the mean of its summands' number, since a
+    residual branch adds little to what passes it by. A layer before a batch norm does not count: its size does
+    not matter."""
+    readers = graph.readers()
+    lengths: list[float] = []
+    found: dict[int, float] = {}
+    for k, node in enumerate(graph.nodes):
+        inputs = [source for source in node.inputs if not isinstance(graph.nodes[source].operation, Source)]
+        own = [lengths[source] for source in inputs] or [0.0]
+        length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
+        if isinstance(node.operation, (Linear, Conv)) and not _is_normalised(graph, readers, k):
+            length += 1
+        lengths.append(length)
+        if k in graph.ends:
+            region = graph.regions[k]
+            found[region] = max(found.get(region, 0.0), length)
     return found
+
+
+def _is_normalised(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
+    """Whether running statistics divide what node k makes."""
+    while len(readers[k]) == 1:
+        (k,) = readers[k]
+        operation = graph.nodes[k].operation
+        if isinstance(operation, Multiply) and any(f.inverse_sigma is not None for f in operation.weight.factors):
+            return True
+        if not isinstance(operation, (Add, Reshape, Permute)):
+            return False
+    return False
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:
@@ -106,7 +161,8 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
     fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
     return Block(
-        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide, wide and weighted and not depthwise, output,
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1, 1.0,
+        wide and weighted and not depthwise, output,
         tails, heads, fan_in,
     )  # fmt: skip
 

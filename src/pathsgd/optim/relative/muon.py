@@ -44,9 +44,10 @@ class RelativeMuon(Optimizer):
         self, params: Any, lr: float = 0.04, *, blocks_of: Callable[[Tensor], list[Block]],
         momentum: float = 0.95, nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-12, adam_ratio: float = 1.0,
-        ends: bool = True,
+        ends: bool = False,
+        deepest: float = 12.0,
     ) -> None:
-        self.ends = ends
+        self.ends, self.deepest = ends, deepest
         self.blocks_of = blocks_of
         super().__init__(
             params, dict(lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, adam_ratio=adam_ratio)
@@ -77,19 +78,19 @@ class RelativeMuon(Optimizer):
         foreach("mul_", buffers, group["momentum"])
         foreach("add_", buffers, grads)
         ds = foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = {}
         for p, d in zip(params, ds, strict=True):
             for block in self.blocks_of(p):
                 own, to = block.of(d), block.of(p)
                 flat = own.reshape(len(own), -1)
-                by_shape.setdefault((flat.shape[0], flat.shape[1]), []).append((flat, to))
+                by_shape.setdefault((flat.shape[0], flat.shape[1]), []).append((flat, to, min(1.0, self.deepest / block.depth)))
         for (rows, columns), pairs in by_shape.items():
-            batch = torch.stack([flat for flat, _ in pairs])
+            batch = torch.stack([flat for flat, *_ in pairs])
             fast = batch.is_cuda and batch.dtype == torch.float32
             found = orthogonalize(batch, torch.bfloat16 if fast else batch.dtype)
             found = _normalize(found).mul_((rows * columns) ** 0.5)
-            for (_, to), d in zip(pairs, found.unbind(), strict=True):
-                to.sub_(d.reshape(to.shape), alpha=group["lr"])
+            for (_, to, ratio), d in zip(pairs, found.unbind(), strict=True):
+                to.sub_(d.reshape(to.shape), alpha=group["lr"] * ratio)
 
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:

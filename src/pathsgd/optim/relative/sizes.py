@@ -58,7 +58,8 @@ class SizeTable:
         # In units of what a weight contributes to the unit it leads into.
         power = torch.cat([(rms * tails).square() * self.numel, rms.new_zeros(1)])[self.members].sum(1)
         typical = torch.maximum((power / self.edges).sqrt(), SHARE * heads / self.fan_in.sqrt())
-        size = torch.maximum(rms, self.share * typical[self.family] / tails)
+        given = self.share * typical[self.family] / tails
+        size = torch.where(self.turns, torch.maximum(rms, given), given)
         # A block that is smaller than the size its family gives it grows freely.
         return size, self.turns & (rms >= size)
 

@@ -12,8 +12,26 @@ from torch import Tensor
 from pathsgd._torch import foreach
 from pathsgd.optim.relative.coordinates import RelativeCoordinates, RelativeMeasurement
 
-FASTEST = 2.0
-"""A block grows or shrinks by no more than this factor in one step."""
+
+class Growth:
+    """Adam on the logarithm of every block's norm."""
+
+    def __init__(self, blocks, ratio: float) -> None:
+        self.ratio = ratio
+        self.blocks = blocks
+        self.first = self.second = None
+        self.count = 0
+
+    def step(self, along: Tensor, rates) -> Tensor:
+        if self.first is None:
+            self.first, self.second = torch.zeros_like(along), torch.zeros_like(along)
+            self.share = torch.tensor([1 / b.share for b in self.blocks], dtype=torch.float64, device=along.device)
+        self.count += 1
+        self.first.lerp_(along, 0.1)
+        self.second.mul_(0.99).addcmul_(along, along, value=0.01)
+        a, b = self.first / (1 - 0.9**self.count), (self.second / (1 - 0.99**self.count)).sqrt()
+        direction = torch.where(b > 0, a / torch.where(b > 0, b, 1), 0)
+        return torch.exp(-rates * self.ratio * self.share * direction)
 
 
 class RelativeView:
@@ -24,11 +42,13 @@ class RelativeView:
         parameters: Mapping[str, Tensor],
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
-        radial: float,
+        growth: Growth,
+        rates: list[float],
     ) -> None:
         self.parameters = list(parameters.values())
         self.names = list(parameters)
-        self.measurement, self.radial, self.turns = measurement, radial, coordinates.turns
+        self.measurement, self.growth, self.turns = measurement, growth, coordinates.turns
+        self.rates = rates
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -88,6 +108,9 @@ class RelativeView:
             for block, own, quiet in zip(self.measurement.blocks, self._blocks_of(grads), noise.unbind(), strict=True):
                 if not block.turns:
                     own.masked_fill_(quiet, 0)
+            radial = foreach("mul", grads, self.u)
+            along = torch.stack([x.sum(dtype=torch.float64) for x in self._blocks_of(list(radial))])
+            self.factor = self.growth.step(along, self.rates)
         for k, g in zip(live, grads, strict=True):
             self.parameters[k].grad = g.to(self.parameters[k].dtype)
 
@@ -104,15 +127,10 @@ class RelativeView:
         return [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
 
     def _turn(self, u: list[Tensor], moved: list[Tensor]) -> None:
-        """Takes the growth that turning causes out of u as it was moved, and ``radial`` of the step's own growth
-        in."""
-        steps = foreach("sub", moved, u)
-        before, after, step = (self._squares(x) for x in (u, moved, steps))
-        along = (after - before - step) / 2
+        """Brings every block that turns back to the norm it had, times the growth that its gradient asks for."""
+        before, after = self._squares(u), self._squares(moved)
         turns = self.turns & (before > 0) & (after > 0)
-        safe = torch.where(turns, before, 1)
-        growth = (1 + self.radial * along / safe).clamp(1 / FASTEST, FASTEST)
-        factor = torch.where(turns, growth * (safe / torch.where(turns, after, 1)).sqrt(), 1)
+        factor = torch.where(turns, (before / torch.where(turns, after, 1)).sqrt() * self.factor, 1)
         blocks = self._blocks_of(moved)
         for own, f in zip(blocks, factor.to(blocks[0].dtype).unbind(), strict=True):
             own.mul_(f)
