@@ -200,8 +200,8 @@ def take_roots(gammas: Iterable[Gamma]) -> None:
 class Gammas(Mapping[str, Gamma]):
     """gamma of every parameter by name, 1 for those that are on no path.
 
-    Of a parameter that is alone on its paths it is a constant, the number of places it is used at (times fixed
-    factors, such as those of average pooling); optimizers take 1 there.
+    Of a parameter that is alone on its paths it is a constant, the number of places it is used at (times
+    fixed factors, such as those of average pooling); optimizers take 1 there.
 
     Args:
         gammas: by the names of the parameters.

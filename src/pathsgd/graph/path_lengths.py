@@ -1,8 +1,8 @@
 """Which entries of a parameter share their paths with other weights, and with which kind.
 
-Two passes over the graph count the weights on the longest path through every unit. A unit's incoming weights are
-judged together, its bias with them: a bias of the last layer is alone on its own paths, but it belongs to a
-unit on longer ones.
+Two passes over the graph count the weights on the longest path through every unit. A unit's incoming weights
+are judged together, its bias with them: a bias of the last layer is alone on its own paths, but it belongs to
+a unit on longer ones.
 
 Where it is not exact it counts too many: all places of an axis that a convolution or a pooling runs over are
 taken together. So what is called alone is alone, and no rescaling changes it.
@@ -11,6 +11,7 @@ taken together. So what is called alone is alone, and no rescaling changes it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
@@ -130,7 +131,7 @@ def _arrive(node: Node, sources: list[tuple[Tensor, Shape]], counts: Callable[[W
             ]
             return compress(torch.cat(parts, dim))
         case nodes.Reshape(shape):
-            return compress(x.expand(sources[0][1]).reshape(shape))
+            return _reshape(x, sources[0][1], shape)
         case nodes.Slice(dim):
             return x if x.shape[dim] == 1 else compress(view_tensor(operation, x))
         case nodes.Permute():
@@ -170,7 +171,7 @@ def _undo_view(view: View, y: Tensor, before: Shape, after: Shape) -> Tensor:
     """Each entry gets the largest of what it is seen as; 0 where it is not seen."""
     match view:
         case nodes.Reshape():
-            return compress(y.expand(after).reshape(before))
+            return _reshape(y, after, before)
         case nodes.Permute(dims):
             return y.permute(*(dims.index(d) for d in range(len(dims))))
         case nodes.Expand():
@@ -204,6 +205,25 @@ def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor
     for k, view in reversed(list(enumerate(weight.parameter.views))):
         entries = _undo_view(view, entries, shapes[k], shapes[k + 1])
     return entries
+
+
+def _reshape(x: Tensor, before: Shape, after: Shape) -> Tensor:
+    """``x``, which stands for a tensor of shape ``before``, reshaped to ``after``. Axes on which it does not
+    change are not written out, so that the length of a sequence costs nothing."""
+    if 0 in before:
+        return _zeros(len(after))
+    written: list[int] = []
+    target: list[int] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, other = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (n := math.prod(before[first:i])) != (m := math.prod(after[other:j])):
+            i, j = (i + 1, j) if n < m else (i, j + 1)
+        uniform = all(n == 1 for n in x.shape[first:i])
+        written += [1] * (i - first) if uniform else before[first:i]
+        target += [1] * (j - other) if uniform else after[other:j]
+    return compress(x.expand(written).reshape(target))
 
 
 def _narrow_to(x: Tensor, shape: Shape) -> Tensor:

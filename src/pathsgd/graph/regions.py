@@ -15,7 +15,7 @@ from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus
 from pathsgd.graph.path_lengths import Company, find_company
 from pathsgd.graph.union_find import UnionFind
 
-ALONE = "alone: no other weight lies on its paths, so optimizers take gamma = 1"
+ALONE = "alone on its paths, so optimizers take gamma = 1, not its number of places"
 
 
 def find_regions(nodes: Sequence[Node]) -> tuple[int, ...]:
@@ -73,6 +73,4 @@ def _describe_company(info: ParameterInfo, company: Tensor) -> ParameterInfo:
     )
     if alone == entries:
         return replace(info, status=ParameterStatus.ALONE, reason=ALONE, alone=alone)
-    return replace(
-        info, status=ParameterStatus.NORMALISED, reason="", alone=alone, with_scales_only=scales
-    )
+    return replace(info, status=ParameterStatus.NORMALISED, reason="", alone=alone, with_scales_only=scales)

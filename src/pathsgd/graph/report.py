@@ -48,19 +48,17 @@ def _verdict(info: ParameterInfo) -> str:
     if not info.normalised:
         return f"no{frozen}: {info.reason}"
     parts = [
-        f"{_share(info, entries)} {what}"
-        for entries, what in ((info.alone, "alone"), (info.with_scales_only, "with weights of channels only"))
+        f", {_share(info, entries)}{what}"
+        for entries, what in ((info.alone, "alone"), (info.with_scales_only, "with per-channel weights only"))
         if entries
     ]
-    return f"yes{frozen}" + ": " * bool(parts) + ", ".join(parts)
+    return f"yes{frozen}{''.join(parts)}"
 
 
 def _share(info: ParameterInfo, entries: int) -> str:
-    """How much of a parameter, in rows where it has some."""
+    """How much of a parameter, in rows where it has some; nothing is said of all."""
     share = Fraction(entries, math.prod(info.shape))
-    if share == 1:
-        return "all"
-    return f"{share} of its {'rows' if len(info.shape) > 1 else 'entries'}"
+    return "" if share == 1 else f"{share} of its {'rows' if len(info.shape) > 1 else 'entries'} "
 
 
 def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
