@@ -208,7 +208,7 @@ def verdicts(graph):
     return {line.split()[0]: line[start:] for line in lines[3 : 3 + len(graph.parameters)]}
 
 
-ALONE = "no: alone on its paths, so optimizers take gamma = 1, not its number of places"
+ALONE = "no: alone on its paths, so optimizers take gamma = 1"
 
 
 def test_the_report_tells_alone_from_shared():

@@ -15,7 +15,7 @@ from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus
 from pathsgd.graph.path_lengths import Company, find_company
 from pathsgd.graph.union_find import UnionFind
 
-ALONE = "alone on its paths, so optimizers take gamma = 1, not its number of places"
+ALONE = "alone on its paths, so optimizers take gamma = 1"
 
 
 def find_regions(nodes: Sequence[Node]) -> tuple[int, ...]:
