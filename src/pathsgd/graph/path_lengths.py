@@ -1,8 +1,8 @@
 """Which entries of a parameter share their paths with other weights, and with which kind.
 
-Two passes over the graph count the weights on the longest path through every unit. A unit's incoming weights
-are judged together, its bias with them: a bias of the last layer is alone on its own paths, but it belongs to
-a unit on longer ones.
+Two passes over the graph count the weights on the longest path through every unit. The weights that one layer
+leads into a unit are judged together, its bias with them: a bias of the last layer is alone on its own paths,
+but it belongs to a layer on longer ones.
 
 Where it is not exact it counts too many: all places of an axis that a convolution or a pooling runs over are
 taken together. So what is called alone is alone, and no rescaling changes it.
