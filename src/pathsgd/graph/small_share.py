@@ -44,9 +44,10 @@ def explain_small_share(graph: PathGraph) -> str | None:
     total, shared = sum(counted.values()), sum(graph.parameters[name].with_matrices for name in counted)
     if shared >= LEAST_SHARE * total:
         return None
+    sources = [list(node.inputs) for node in graph.nodes]
     causes: Counter[str] = Counter()
     for name, n in counted.items():
-        for cause in _find_causes(graph, readers, name, uses[name]):
+        for cause in _find_causes(graph, readers, sources, name, uses[name]):
             causes[cause] += n - graph.parameters[name].with_matrices
     return _write_message(graph.model, total, shared, +causes, left_out=counted != entries)
 
@@ -88,13 +89,15 @@ def _is_last_layer(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
     return True
 
 
-def _find_causes(graph: PathGraph, readers: list[list[int]], name: str, uses: list[int]) -> set[str]:
+def _find_causes(
+    graph: PathGraph, readers: list[list[int]], sources: list[list[int]], name: str, uses: list[int]
+) -> set[str]:
     """What the paths of a parameter begin and end at, up to the next matrix."""
     info = graph.parameters[name]
     if info.status in (ParameterStatus.OUTSIDE, ParameterStatus.UNUSED):
         return {info.reason.removeprefix("outside: ").removesuffix(NOT_HOMOGENEOUS)}
     found = {graph.ends[k] for k in _reach(graph, uses, readers) if k in graph.ends}
-    for k in _reach(graph, uses, [list(node.inputs) for node in graph.nodes]):
+    for k in _reach(graph, uses, sources):
         operation = graph.nodes[k].operation
         if isinstance(operation, nodes.Begin):
             found.add(operation.reason)
