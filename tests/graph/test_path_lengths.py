@@ -261,3 +261,30 @@ def test_reshaping_without_writing_out(before, after):
 def test_company_is_ordered():
     """The largest over all uses is taken."""
     assert Company.NONE < Company.SCALES < Company.MATRICES
+
+
+class RmsNorm(nn.Module):
+    """As language models write it out."""
+
+    def __init__(self, width, square=torch.square):
+        super().__init__()
+        self.weight, self.square = nn.Parameter(torch.ones(width)), square
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(self.square(x).mean(-1, keepdim=True) + 1e-6))
+
+
+@pytest.mark.parametrize("square", [torch.square, lambda x: x.pow(2), lambda x: x * x])
+def test_a_norm_that_is_written_out_is_a_norm(square):
+    """Its mean square is no path: the layers before it have the gamma they have before torch's own."""
+    found = []
+    for norm in (nn.RMSNorm(6), RmsNorm(6, square)):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), norm, nn.Linear(6, 6), copy.copy(norm)
+        )
+        graph = pathsgd.trace(model.double(), torch.zeros(1, 5, 6))
+        found.append((dense_gammas(model, graph), [info.status for info in graph.parameters.values()]))
+    (expected, statuses), (gammas, own) = found
+    assert statuses == own
+    assert all(torch.equal(gammas[name], expected[name]) for name in expected)
