@@ -19,9 +19,10 @@ from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
-from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to, sums_of_biases
+from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.path_lengths import biased_sums
 from pathsgd.graph.trace import Example, trace
 
 
@@ -197,7 +198,10 @@ def take_roots(gammas: Iterable[Gamma]) -> None:
 
 
 class Gammas(Mapping[str, Gamma]):
-    """gamma of every parameter by name, 1 for those that are not path-normalised.
+    """gamma of every parameter by name, 1 for those that are on no path.
+
+    Of a parameter that is alone on its paths it is a constant, the number of places it is used at (times
+    fixed factors, such as those of average pooling); optimizers take 1 there.
 
     Args:
         gammas: by the names of the parameters.
@@ -309,7 +313,8 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
             check.see(k, value, forward=True)
     value = None  # type: ignore[assignment]  # not kept alive by this name
     uses = Counter(weight.parameter.name for _, weight in graph.weights() if weight.parameter is not None)
-    sums = sums_of_biases(graph)
+    # gamma_out is the same for every bias of one sum, as for the two of a batch norm.
+    sums = biased_sums(graph.nodes, graph.ends)
     summed: dict[tuple[int, Shape], ExtendedFloat] = {}
     gammas: dict[str, Gamma] = {}
     for k, gamma_out in network.backward(gamma_in):
@@ -319,7 +324,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue
         info = graph.parameters[operation.weight.parameter.name]
-        if not info.normalised:
+        if info.status is ParameterStatus.OUTSIDE:
             continue
         ends = linear_ends(network, gamma_in, gamma_out, k) if uses[info.name] == 1 else None
         if ends is not None:
@@ -336,12 +341,13 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         gammas[info.name] = Gamma(arithmetic, info.shape, whole=whole)
     for name, info in graph.parameters.items():
         if name not in gammas:
-            gammas[name] = _constant(network, info.shape, zero=info.normalised)
+            on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)
+            gammas[name] = _constant(network, info.shape, zero=on_paths)
     return Gammas({name: gammas[name] for name in graph.parameters}, arithmetic.exponents)
 
 
 def _constant(network: PoweredNetwork, shape: Shape, zero: bool) -> Gamma:
-    """gamma = 1 where nothing is normalised, 0 where no path leads on to an output."""
+    """gamma = 1 of what is on no path, 0 where no path leads on to an output."""
     one = network.arithmetic.ones((1,) * len(shape), network.device)
     if zero:
         exponent = None if one.exponent is None else torch.full_like(one.exponent, DEAD)

@@ -11,8 +11,7 @@ from pathsgd.geometry.operations.contraction import linear_weight_adjoint
 from pathsgd.geometry.operations.convolution import conv_weight_adjoint
 from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork, Values
-from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.nodes import Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
 from pathsgd.graph.views import view_shape
 
 
@@ -32,18 +31,6 @@ def linear_ends(
         apply_view(Reshape((x.mantissa.shape[-1],)), x) for x in (gamma_in[node.inputs[0]], gamma_out)
     )
     return (into, out) if transposed else (out, into)
-
-
-def sums_of_biases(graph: PathGraph) -> dict[int, int]:
-    """The sum that a bias goes into, if nothing else reads the bias: gamma_out is then the same for every
-    other bias of that sum, as for the two of a batch norm."""
-    readers = graph.readers()
-    return {
-        k: readers[k][0]
-        for k, node in enumerate(graph.nodes)
-        if isinstance(node.operation, Source) and k not in graph.ends and len(readers[k]) == 1
-        if isinstance(graph.nodes[readers[k][0]].operation, Add)
-    }
 
 
 def gamma_of_use(

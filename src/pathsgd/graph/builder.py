@@ -88,6 +88,24 @@ class Builder:
             value = self.begin(value.shape, value.reason)
         return self.expand(value, target)
 
+    def end_at_statistics(self, outputs: Iterable[int]) -> None:
+        """Ends paths at squares from which no weight and no output is reached: the mean square in a norm that
+        is written out, as if the norm were one operator."""
+        leads_on, statistics = set(outputs), []
+        for k, node in reversed(list(enumerate(self.nodes))):
+            operation = node.operation
+            has_parameter = isinstance(operation, nodes.Weighted) and operation.weight.parameter is not None
+            if isinstance(operation, nodes.Square) and k not in leads_on:
+                statistics.append(k)
+            elif k in leads_on or has_parameter:
+                leads_on.update(node.inputs)
+        reason = "a square that is only used to normalise"
+        for k in reversed(statistics):
+            node = self.nodes[k]
+            self.where = node.where
+            self.end(Paths(node.inputs[0]), reason)
+            self.nodes[k] = replace(node, operation=nodes.Begin(reason), inputs=())
+
     # Edges with weights
 
     def linear(self, x: Paths, weight: Weight) -> Paths:

@@ -36,6 +36,7 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
     returned = tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
     for node_id in returned:
         builder.ends[node_id] = "output"
+    builder.end_at_statistics(returned)
     regions = find_regions(builder.nodes)
     parameters = describe_parameters(model, builder, regions, lowering.names)
     return PathGraph(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ class ParameterStatus(Enum):
     """
 
     NORMALISED = "normalised"
-    """It lies on paths with other weights: it has a gamma of its own."""
+    """It shares paths with other weights: its gamma depends on them."""
     ALONE = "alone"
-    """No other weight lies on its paths, so gamma is 1 and Path-SGD is SGD."""
+    """No other weight lies on its paths, so no rescaling changes it. Its gamma is a constant, the number of
+    places it is used at; optimizers take 1 instead, so that Path-SGD is SGD there, at any sequence length."""
     OUTSIDE = "outside"
     """Something that is no path reads it, so no rescaling may change it."""
     UNUSED = "unused"
@@ -47,6 +49,10 @@ class ParameterInfo:
         reason: why it is not path-normalised, in words; empty if it is.
         roles: what it is used as: "weight", "bias", "norm weight", ...
         regions: the regions it lies in.
+        alone: how many of its entries have no other weight on their paths: all if its status is "alone",
+            a part if it is path-normalised and holds several matrices, as that of queries, keys and values.
+        with_scales_only: how many of its entries share their paths with weights of single channels only, such
+            as those of a norm.
         aliases: other names under which the model holds the same Parameter.
 
     Example:
@@ -66,11 +72,18 @@ class ParameterInfo:
     roles: tuple[str, ...] = ()
     regions: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
+    alone: int = 0
+    with_scales_only: int = 0
 
     @property
     def normalised(self) -> bool:
-        """Whether it has a gamma of its own."""
+        """Whether optimizers take its gamma; elsewhere they take 1."""
         return self.status is ParameterStatus.NORMALISED
+
+    @property
+    def with_matrices(self) -> int:
+        """How many of its entries share a path with the matrix or the kernel of another layer."""
+        return math.prod(self.shape) - self.alone - self.with_scales_only if self.normalised else 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)

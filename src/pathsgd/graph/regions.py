@@ -3,17 +3,19 @@ parameter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from pathsgd.graph.builder import Builder
 from pathsgd.graph.nodes import Node, Weighted
 from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus
+from pathsgd.graph.path_lengths import Company, find_company
 from pathsgd.graph.union_find import UnionFind
 
-ALONE = "alone in its region: no other weight lies on its paths, so gamma = 1"
+ALONE = "alone on its paths, so optimizers take gamma = 1"
 
 
 def find_regions(nodes: Sequence[Node]) -> tuple[int, ...]:
@@ -24,17 +26,6 @@ def find_regions(nodes: Sequence[Node]) -> tuple[int, ...]:
             connected.union(k, source)
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(connected.find(k), len(numbers)) for k in range(len(nodes)))
-
-
-def longest_paths(nodes: Sequence[Node], regions: Sequence[int]) -> dict[int, int]:
-    """For each region the largest number of edges with a parameter on one path."""
-    depth: list[int] = []
-    longest: dict[int, int] = {}
-    for k, node in enumerate(nodes):
-        own = isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None
-        depth.append(max((depth[source] for source in node.inputs), default=0) + own)
-        longest[regions[k]] = max(longest.get(regions[k], 0), depth[k])
-    return longest
 
 
 def describe_parameters(
@@ -51,20 +42,35 @@ def describe_parameters(
         )
         for name, parameter in model.named_parameters()
     }
-    longest = longest_paths(builder.nodes, regions)
     for k, node in enumerate(builder.nodes):
         if not isinstance(node.operation, Weighted) or node.operation.weight.parameter is None:
             continue
         info = described[node.operation.weight.parameter.name]
         found = tuple(dict.fromkeys((*info.regions, regions[k])))
         roles = tuple(dict.fromkeys((*info.roles, node.operation.weight.role)))
-        info = replace(info, regions=found, roles=roles, status=ParameterStatus.ALONE, reason=ALONE)
-        if any(longest[region] > 1 for region in found):
-            info = replace(info, status=ParameterStatus.NORMALISED, reason="")
-        described[info.name] = info
+        described[info.name] = replace(info, regions=found, roles=roles)
+    shapes = {name: info.shape for name, info in described.items()}
+    for name, company in find_company(builder.nodes, builder.ends, shapes).items():
+        described[name] = _describe_company(described[name], company)
     unread = {n: "what it leads to is on no path" for n in builder.read if not described[n].regions}
     for name, reason in {**unread, **builder.outside}.items():
         described[name] = replace(
-            described[name], status=ParameterStatus.OUTSIDE, reason=f"outside: {reason}"
+            described[name],
+            status=ParameterStatus.OUTSIDE,
+            reason=f"outside: {reason}",
+            alone=0,
+            with_scales_only=0,
         )
     return described
+
+
+def _describe_company(info: ParameterInfo, company: Tensor) -> ParameterInfo:
+    """How a parameter takes part in paths, from what lies on those of its entries."""
+    entries = math.prod(info.shape)
+    alone, scales = (
+        int((company == kind).sum()) * entries // max(company.numel(), 1)
+        for kind in (Company.NONE, Company.SCALES)
+    )
+    if alone == entries:
+        return replace(info, status=ParameterStatus.ALONE, reason=ALONE, alone=alone)
+    return replace(info, status=ParameterStatus.NORMALISED, reason="", alone=alone, with_scales_only=scales)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
 
 
@@ -42,7 +45,20 @@ def report(graph: PathGraph) -> str:
 
 def _verdict(info: ParameterInfo) -> str:
     frozen = "" if info.trainable else " (frozen)"
-    return f"yes{frozen}" if info.normalised else f"no{frozen}: {info.reason}"
+    if not info.normalised:
+        return f"no{frozen}: {info.reason}"
+    parts = [
+        f", {_share(info, entries)}{what}"
+        for entries, what in ((info.alone, "alone"), (info.with_scales_only, "with per-channel weights only"))
+        if entries
+    ]
+    return f"yes{frozen}{''.join(parts)}"
+
+
+def _share(info: ParameterInfo, entries: int) -> str:
+    """How much of a parameter, in rows where it has some; nothing is said of all."""
+    share = Fraction(entries, math.prod(info.shape))
+    return "" if share == 1 else f"{share} of its {'rows' if len(info.shape) > 1 else 'entries'} "
 
 
 def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:

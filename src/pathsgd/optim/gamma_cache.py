@@ -83,11 +83,12 @@ class GammaCache:
         batch_dim: int | None = 0,
         refresh_every: int = 1,
         shared: Shared = "kappa1",
+        warn: bool = True,
     ) -> None:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
-        self.lazy_graph = LazyGraph(self.model, example_input, batch_dim)
+        self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
         self.names = _names(self.model)

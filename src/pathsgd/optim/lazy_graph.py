@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from pathsgd._torch import tree_map
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.small_share import explain_small_share
 from pathsgd.graph.trace import Example, Inputs, trace
 
 
@@ -20,15 +23,20 @@ class LazyGraph:
     is traced from them when the graph is first needed."""
 
     def __init__(
-        self, model: nn.Module, example_input: Example | PathGraph | None, batch_dim: int | None
+        self,
+        model: nn.Module,
+        example_input: Example | PathGraph | None,
+        batch_dim: int | None,
+        warn: bool = True,
     ) -> None:
         self.model = model
         self.batch_dim = batch_dim
+        self.warn = warn
         self.graph: PathGraph | None = None
         self._first_batch: Any = None
         self._handle: RemovableHandle | None = None
         if example_input is not None or _starts_with_linear(model):
-            self.graph = trace(model, example_input, batch_dim=batch_dim)
+            self._trace(example_input)
         else:
             self._add_hook()
 
@@ -41,7 +49,14 @@ class LazyGraph:
                     "first step, or pass example_input"
                 )
             args, kwargs = tree_map(_zeros, self._first_batch)
-            self.graph = trace(self.model, Inputs(args, kwargs), batch_dim=self.batch_dim)
+            return self._trace(Inputs(args, kwargs))
+        return self.graph
+
+    def _trace(self, example_input: Example | PathGraph | None) -> PathGraph:
+        self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
+        message = explain_small_share(self.graph) if self.warn else None
+        if message is not None:
+            warnings.warn(message, stacklevel=_depth_of_caller())
         return self.graph
 
     def record(self, args: Any, kwargs: Any) -> None:
@@ -65,6 +80,17 @@ class LazyGraph:
         self.__dict__.update(state)
         if self.graph is None and self._first_batch is None:
             self._add_hook()
+
+
+def _depth_of_caller() -> int:
+    """How many frames up the user's own code is."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "pathsgd",
+        "torch",
+    ):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 class _Recorder:

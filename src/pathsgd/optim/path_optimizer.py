@@ -24,6 +24,8 @@ class PathOptimizer(Optimizer):
     gamma_cache: GammaCache
     implementation: Choice
     _dispatch: Dispatch | None
+    _warns_of_small_share = True
+    """Whether what falls back is trained worse, so that the user is to know if that is most of the model."""
 
     def _connect(
         self,
@@ -57,7 +59,9 @@ class PathOptimizer(Optimizer):
                     "with graph=pathsgd.trace(model, example_input)"
                 )
             model, example_input = traced, graph
-        self.gamma_cache = GammaCache(model, example_input, batch_dim, refresh_every, shared)
+        self.gamma_cache = GammaCache(
+            model, example_input, batch_dim, refresh_every, shared, self._warns_of_small_share
+        )
         return list(self.gamma_cache.model.parameters()) if params is None else params
 
     @property

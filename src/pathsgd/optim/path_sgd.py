@@ -43,8 +43,8 @@ class PathSGD(PathOptimizer):
     steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2 *is* path
     regularisation: the gradient of ``phi_2^2 / 2``, divided by gamma, is w.
 
-    Parameters that are on no path, or alone on theirs, have gamma = 1: for them this is SGD.
-    ``print(optimizer.graph)`` says which and why.
+    For parameters that are on no path, or alone on theirs, gamma = 1 is taken: for them this is SGD.
+    ``print(optimizer.graph)`` says which and why. If that is most of the model, a warning says so.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.

@@ -18,10 +18,13 @@ COPIES = (
 )  # fmt: skip
 
 # Known not to be: named so that a report can say that it is the mathematics, not a missing rule.
-NOT_HOMOGENEOUS = frozenset((
+REPLACEABLE = frozenset((
     "gelu", "sigmoid", "tanh", "silu", "mish", "elu", "celu", "selu", "softplus", "softsign", "relu6",
-    "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "log_softmax",
-    "_log_softmax", "softmin", "logsigmoid", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos",
+    "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "logsigmoid",
+))  # fmt: skip
+"""Activations between layers, in whose place a ReLU can stand."""
+NOT_HOMOGENEOUS = REPLACEABLE | frozenset((
+    "log_softmax", "_log_softmax", "softmin", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos",
     "glu", "lstm", "gru", "rnn_tanh", "local_response_norm", "linalg_vector_norm", "logsumexp",
     "alpha_dropout", "feature_alpha_dropout",
 ))  # fmt: skip

@@ -1,0 +1,242 @@
+"""Which entries of a parameter share their paths with other weights, and with which kind.
+
+Two passes over the graph count the weights on the longest path through every unit. The weights that one layer
+leads into a unit are judged together, its bias with them: a bias of the last layer is alone on its own paths,
+but it belongs to a layer on longer ones.
+
+Where it is not exact it counts too many: all places of an axis that a convolution or a pooling runs over are
+taken together. So what is called alone is alone, and no rescaling changes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph import nodes
+from pathsgd.graph.nodes import Node, Shape, View, Weighted
+from pathsgd.graph.unit_ties import compress
+from pathsgd.graph.views import embed, view_shape, view_tensor
+
+MANY = 2
+"""Longer paths count as this long."""
+
+
+class Company(IntEnum):
+    """What lies on the paths of an entry beside it."""
+
+    NONE = 0
+    """No other weight."""
+    SCALES = 1
+    """Only weights of single channels: a norm's, a PReLU's, a bias."""
+    MATRICES = 2
+    """The matrix or the kernel of another layer."""
+
+
+def find_company(
+    graph_nodes: Sequence[Node], ends: Mapping[int, str], shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """The company of every entry, by parameters that lie on paths. Tensors have size one along axes on which
+    they do not change. ``shapes`` are those of the parameters."""
+    into_all, onward_all = _longest(graph_nodes, _has_parameter)
+    into, onward = _longest(graph_nodes, _is_matrix)
+    units = biased_sums(graph_nodes, ends)
+    found: dict[str, Tensor] = {}
+    for k, node in enumerate(graph_nodes):
+        operation = node.operation
+        if not isinstance(operation, Weighted) or operation.weight.parameter is None:
+            continue
+        unit = units.get(k, k)
+        own = into[unit].clamp(max=1) if k in units else int(_is_matrix(operation))
+        others = into_all[unit] + onward_all[unit] - 1
+        matrices = into[unit] + onward[unit] - own
+        company = torch.where(matrices > 0, Company.MATRICES, Company.SCALES)
+        company = torch.where(others > 0, company, Company.NONE).to(torch.int8)
+        name = operation.weight.parameter.name
+        entries = _to_parameter(operation, company, shapes[name])
+        found[name] = torch.maximum(found[name], entries) if name in found else entries
+    return found
+
+
+def biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[int, int]:
+    """By node of a bias, the sum that it goes into, if nothing else reads the bias."""
+    readers: dict[int, list[int]] = {}
+    for k, node in enumerate(graph_nodes):
+        for source in node.inputs:
+            readers.setdefault(source, []).append(k)
+    return {
+        k: reader
+        for k, (reader, *others) in readers.items()
+        if isinstance(graph_nodes[k].operation, nodes.Source) and k not in ends and not others
+        if isinstance(graph_nodes[reader].operation, nodes.Add)
+    }
+
+
+def _has_parameter(operation: Weighted) -> bool:
+    return operation.weight.parameter is not None
+
+
+def _is_matrix(operation: Weighted) -> bool:
+    return _has_parameter(operation) and isinstance(operation, (nodes.Linear, nodes.Conv))
+
+
+def _longest(
+    graph_nodes: Sequence[Node], counts: Callable[[Weighted], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The largest number of counted weights on a path that arrives at each unit of each node, and on one that
+    leaves it."""
+    into: list[Tensor] = []
+    for node in graph_nodes:
+        sources = [(into[source], graph_nodes[source].shape) for source in node.inputs]
+        into.append(_arrive(node, sources, counts).clamp(max=MANY))
+    onward = [_zeros(len(node.shape)) for node in graph_nodes]
+    for k, node in reversed(list(enumerate(graph_nodes))):
+        flows = _leave(node, onward[k], [graph_nodes[source].shape for source in node.inputs], counts)
+        for source, flow in zip(node.inputs, flows, strict=True):
+            if isinstance(node.operation, nodes.Square):
+                flow = flow + into[source]  # the other path that meets this one in the product
+            onward[source] = torch.maximum(onward[source], flow).clamp(max=MANY)
+    return into, onward
+
+
+def _arrive(node: Node, sources: list[tuple[Tensor, Shape]], counts: Callable[[Weighted], bool]) -> Tensor:
+    operation, ndim = node.operation, len(node.shape)
+    x = sources[0][0] if sources else _zeros(ndim)
+    match operation:
+        case nodes.Begin():
+            return x
+        case nodes.Source() | nodes.Multiply():
+            return x + counts(operation)
+        case nodes.Linear():
+            return _largest(x, [ndim - 1]) + counts(operation)
+        case nodes.Conv():
+            return _largest(x, range(1, ndim)) + counts(operation)
+        case nodes.Add():
+            return functools.reduce(torch.maximum, [value for value, _ in sources])
+        case nodes.Square():
+            return 2 * x
+        case nodes.AxisMap(dim):
+            return _largest(x, [dim])
+        case nodes.Reduce(dims):
+            return _largest(x, dims)
+        case nodes.Cat(dim):
+            common = [max(value.shape[d] for value, _ in sources) for d in range(ndim)]
+            parts = [
+                value.expand([*common[:dim], shape[dim], *common[dim + 1 :]]) for value, shape in sources
+            ]
+            return compress(torch.cat(parts, dim))
+        case nodes.Reshape(shape):
+            return _reshape(x, sources[0][1], shape)
+        case nodes.Slice(dim):
+            return x if x.shape[dim] == 1 else compress(view_tensor(operation, x))
+        case nodes.Permute():
+            return view_tensor(operation, x)
+        case nodes.Expand():
+            return x
+        case nodes.Embed():
+            raise AssertionError("an adjoint in a traced graph")
+
+
+def _leave(node: Node, y: Tensor, before: list[Shape], counts: Callable[[Weighted], bool]) -> list[Tensor]:
+    operation, ndim = node.operation, len(node.shape)
+    match operation:
+        case nodes.Begin() | nodes.Source():
+            return []
+        case nodes.Multiply():
+            return [y + counts(operation)]
+        case nodes.Linear():
+            return [_largest(y, [ndim - 1]) + counts(operation)]
+        case nodes.Conv():
+            return [_largest(y, range(1, ndim)) + counts(operation)]
+        case nodes.Add():
+            return [y] * len(before)
+        case nodes.Square() | nodes.Reduce():
+            return [y]
+        case nodes.AxisMap(dim):
+            return [_largest(y, [dim])]
+        case nodes.Cat(dim):
+            if y.shape[dim] == 1:
+                return [y] * len(before)
+            return [compress(part) for part in y.split([shape[dim] for shape in before], dim)]
+        case _:
+            return [_undo_view(operation, y, before[0], node.shape)]
+
+
+def _undo_view(view: View, y: Tensor, before: Shape, after: Shape) -> Tensor:
+    """Each entry gets the largest of what it is seen as; 0 where it is not seen."""
+    match view:
+        case nodes.Reshape():
+            return _reshape(y, after, before)
+        case nodes.Permute(dims):
+            return y.permute(*(dims.index(d) for d in range(len(dims))))
+        case nodes.Expand():
+            return _largest(y, [d for d, n in enumerate(before) if n == 1])
+        case nodes.Slice(dim, start, length, step):
+            wide = y.expand([length if d == dim else n for d, n in enumerate(y.shape)])
+            return compress(embed(wide, dim, start, before[dim], step, 0))
+        case nodes.Embed():
+            raise AssertionError("an adjoint in a traced graph")
+
+
+def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor:
+    """What is known of units, for the entries of the parameter that leads into them."""
+    weight = operation.weight
+    match operation:
+        case nodes.Linear():
+            of_edges = _largest(of_units, range(of_units.dim() - 1)).reshape(-1, 1)
+        case nodes.Conv():
+            channels = _largest(of_units, [d for d in range(of_units.dim()) if d != 1]).flatten()
+            if operation.transposed and len(channels) > 1:
+                channels = channels.reshape(operation.groups, -1).amax(0)
+            taps = (1,) * (len(weight.shape) - 2)
+            of_edges = channels.reshape((1, -1, *taps) if operation.transposed else (-1, 1, *taps))
+        case nodes.Multiply() | nodes.Source():
+            of_edges = _narrow_to(of_units, weight.shape)
+    assert weight.parameter is not None
+    entries = _narrow_to(of_edges, weight.parameter.shape)
+    shapes = [shape]
+    for view in weight.parameter.views:
+        shapes.append(view_shape(view, shapes[-1]))
+    for k, view in reversed(list(enumerate(weight.parameter.views))):
+        entries = _undo_view(view, entries, shapes[k], shapes[k + 1])
+    return entries
+
+
+def _reshape(x: Tensor, before: Shape, after: Shape) -> Tensor:
+    """``x``, which stands for a tensor of shape ``before``, reshaped to ``after``. Axes on which it does not
+    change are not written out, so that the length of a sequence costs nothing."""
+    if 0 in before:
+        return _zeros(len(after))
+    written: list[int] = []
+    target: list[int] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, other = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (n := math.prod(before[first:i])) != (m := math.prod(after[other:j])):
+            i, j = (i + 1, j) if n < m else (i, j + 1)
+        uniform = all(n == 1 for n in x.shape[first:i])
+        written += [1] * (i - first) if uniform else before[first:i]
+        target += [1] * (j - other) if uniform else after[other:j]
+    return compress(x.expand(written).reshape(target))
+
+
+def _narrow_to(x: Tensor, shape: Shape) -> Tensor:
+    """The adjoint of broadcasting ``shape`` to the shape of ``x``, with max for sum."""
+    extra = x.dim() - len(shape)
+    x = _largest(x, [d for d in range(x.dim()) if d < extra or shape[d - extra] == 1])
+    return x.reshape(x.shape[extra:])
+
+
+def _largest(x: Tensor, dims: Sequence[int]) -> Tensor:
+    wide = [d for d in dims if x.shape[d] > 1]
+    return x.amax(wide, keepdim=True) if wide else x
+
+
+def _zeros(ndim: int) -> Tensor:
+    return torch.zeros((1,) * ndim, dtype=torch.int8, device="cpu")
