@@ -156,19 +156,25 @@ def _collect(network: PoweredNetwork, places: Places, values: Mapping[int, Exten
     mantissa = torch.cat([*mantissas, empty])[places.index]
     exponent = torch.cat([*exponents, dead])[places.index] if arithmetic.exponents else None
     if not places.index.shape[1]:  # nothing can be rescaled
-        return ExtendedFloat(empty.expand(len(places.index)), dead.expand(len(places.index)) if arithmetic.exponents else None)
+        return ExtendedFloat(
+            empty.expand(len(places.index)), dead.expand(len(places.index)) if arithmetic.exponents else None
+        )
     total = arithmetic.reduce(ExtendedFloat(mantissa, exponent), [1])
     mean = total.mantissa[:, 0] if maximum else total.mantissa[:, 0] / places.count
     return ExtendedFloat(arithmetic.root(mean), None if total.exponent is None else total.exponent[:, 0])
 
 
-def _factors(arithmetic: Arithmetic, places: Places, a_in: ExtendedFloat, a_out: ExtendedFloat) -> UnitFactors:
+def _factors(
+    arithmetic: Arithmetic, places: Places, a_in: ExtendedFloat, a_out: ExtendedFloat
+) -> UnitFactors:
     """``c = K / a_in`` with ``K = sqrt(a_in a_out)``, kept from 0."""
     linear = Arithmetic(1.0, arithmetic.dtype, arithmetic.exponents)  # one step of an exponent is 2 from here
     through = _root(linear.multiply(a_in, a_out))
     mean = _mean_of_layer(linear, places, through)
     one = linear.ones(mean.mantissa.shape, mean.mantissa.device)
-    magnitude = _where(_ratio(through, mean) < 2.0**-LEAST, linear.multiply(mean, _least(linear, mean)), through)
+    magnitude = _where(
+        _ratio(through, mean) < 2.0**-LEAST, linear.multiply(mean, _least(linear, mean)), through
+    )
     # A unit that no path passes is treated as the others of its layer are.
     magnitude = _where(through.mantissa > 0, magnitude, _where(mean.mantissa > 0, mean, one))
     factor = _where(a_out.mantissa > 0, _divide(a_out, magnitude), one)
@@ -179,7 +185,10 @@ def _factors(arithmetic: Arithmetic, places: Places, a_in: ExtendedFloat, a_out:
 
 
 def _least(linear: Arithmetic, like: ExtendedFloat) -> ExtendedFloat:
-    return ExtendedFloat(torch.full_like(like.mantissa, 2.0**-LEAST), None if like.exponent is None else torch.zeros_like(like.exponent))
+    return ExtendedFloat(
+        torch.full_like(like.mantissa, 2.0**-LEAST),
+        None if like.exponent is None else torch.zeros_like(like.exponent),
+    )
 
 
 def _mean_of_layer(linear: Arithmetic, places: Places, through: ExtendedFloat) -> ExtendedFloat:

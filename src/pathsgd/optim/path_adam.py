@@ -14,18 +14,23 @@ from pathsgd.optim.path_normalized import PathNormalized
 
 
 class PathAdam(PathNormalized):
-    """:class:`torch.optim.Adam` on the gradient in invariant coordinates.
+    """:class:`torch.optim.AdamW` with relative steps: one learning rate for every network, whatever the scaling of
+    its units.
+
+    Every matrix and kernel turns by an angle of about ``lr``, in coordinates that a rescaling of units does not
+    change, see :class:`pathsgd.PathNormalized`. For Adam on ``h`` with absolute steps take
+    ``PathNormalized(torch.optim.Adam, model, example_input)``.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: step size.
-        betas: decay rates of the running averages of h and of its square.
-        eps: added to the denominator.
-        weight_decay: decay of z, added to its gradient.
+        lr: the step relative to what it moves.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: added to the denominator. Gradients are by u, so it means the same for every rescaling.
+        weight_decay: decoupled decay.
         p: the order of the path norm.
-        **options: the other options of :class:`torch.optim.Adam` and of :class:`pathsgd.PathNormalized`.
+        **options: the other options of :class:`torch.optim.AdamW` and of :class:`pathsgd.PathNormalized`.
 
     Raises:
         ValueError: an option is out of its range.
@@ -34,7 +39,7 @@ class PathAdam(PathNormalized):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-        >>> optimizer = PathAdam(model, lr=1e-3)
+        >>> optimizer = PathAdam(model)
         >>> model(torch.ones(4, 2)).sum().backward()
         >>> optimizer.step()
     """
@@ -43,7 +48,7 @@ class PathAdam(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.06,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,
@@ -52,9 +57,8 @@ class PathAdam(PathNormalized):
         **options: Any,
     ) -> None:
         super().__init__(
-            torch.optim.Adam, model, example_input,
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p,
-            relative=True, **options,
+            torch.optim.AdamW, model, example_input,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p, **{"relative": True, **options},
         )  # fmt: skip
 
 

@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example
 from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.relative.muon import RelativeMuon
 
 
 class PathMuon(PathNormalized):
-    """Muon."""
+    """Muon with relative steps: one learning rate for every network, whatever the scaling of its units.
 
-    def __init__(self, model: Any, example_input: Any = None, lr: float = 0.04, **options: Any) -> None:
+    Every matrix and kernel turns by an angle of ``lr`` in the direction of its orthogonalised momentum; rows
+    that are used apart, as queries, keys and values in one matrix, turn apart. Embeddings, the last
+    layer, biases and the weights of norms take Adam's direction. All of it happens in coordinates that a
+    rescaling of units does not change, see :class:`pathsgd.PathNormalized`.
+
+    Momentum is orthogonalised in the precision of the model; on a GPU in bf16 if that is fp32.
+
+    Args:
+        model: the module to train; or its parameters in any form torch takes, with ``graph``.
+        example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
+            matter. May be left out: the model is then traced from the first batch it sees.
+        lr: the angle of a step, in radians; of the other parameters, the step relative to their size.
+        momentum: momentum factor of what is orthogonalised.
+        nesterov: Nesterov momentum.
+        betas: decay rates of Adam's running averages.
+        eps: added to Adam's denominator. Gradients are by u, so it means the same for every rescaling.
+        weight_decay: decoupled decay of the norms of matrices and kernels.
+        p: the order of the path norm.
+        **options: the other options of :class:`pathsgd.PathNormalized`.
+
+    Raises:
+        ValueError: an option is out of its range.
+        TypeError: parameters were passed without the graph of their model.
+        TraceError: the model cannot be traced.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = PathMuon(model)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        example_input: Example | PathGraph | None = None,
+        lr: float | Tensor = 0.04,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        p: float = 2,
+        **options: Any,
+    ) -> None:
         super().__init__(
-            RelativeMuon, model, example_input, lr=lr, relative=True, blocks_of=self.blocks_of, **options
-        )
+            RelativeMuon, model, example_input, p=p, relative=True, lr=lr, momentum=momentum,
+            nesterov=nesterov, betas=betas, eps=eps, weight_decay=weight_decay, **options,
+        )  # fmt: skip
+
+    def _share(self, base: Optimizer) -> None:
+        super()._share(base)
+        if isinstance(base, RelativeMuon) and hasattr(self, "_relative"):
+            base.blocks_of = self._relative.blocks_of

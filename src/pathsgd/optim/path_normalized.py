@@ -22,9 +22,9 @@ from pathsgd.optim.coordinates import InvariantView, Limit
 from pathsgd.optim.fused import torch_rules
 from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
-from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.coordinates import Coordinates, RelativeMeasurement
-from pathsgd.optim.relative.view import Growth, RelativeView
+from pathsgd.optim.relative.coordinates import Coordinates
+from pathsgd.optim.relative.growth import KEY as GROWTH
+from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
 
@@ -40,6 +40,12 @@ class PathNormalized(PathOptimizer):
     two copies of those parameters are held, and none between steps: other optimizers, other layers, and
     ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
 
+    With ``relative=True`` a step is a fraction of what it moves: the base optimizer works on ``u = z / size``, z being
+    the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root mean square of
+    each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it had, so that it
+    turns, and its norm grows at a rate of its own. What falls back takes the same steps on the weights
+    themselves. Learning rates are then angles, about 0.05, for any network.
+
     Args:
         optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
@@ -52,7 +58,15 @@ class PathNormalized(PathOptimizer):
         refresh_every: gamma is measured every so many steps.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
         implementation: as in :class:`pathsgd.PathSGD`.
-        **options: what the base optimizer takes.
+        relative: whether steps are relative.
+        coordinates: of relative steps: ``"paths"``, which a rescaling does not change, or ``"weights"``, which is
+            the same form without them.
+        growth: of relative steps: how fast the scale of a region may grow, in units of ``lr``. 0 keeps all norms.
+        fallback: a second optimizer class for the parameters that are not path-normalised. It takes plain steps
+            on the weights, at ``fallback_lr``. Needs ``example_input`` or ``graph``.
+        fallback_lr: the step size of these parameters; without ``fallback`` they keep the class of the others.
+        **options: what the base optimizer takes. In relative steps ``weight_decay`` shrinks the norms of matrices
+            and kernels, decoupled.
 
     Raises:
         TypeError: the class of the optimizer does not come first, or parameters were passed without the
@@ -85,6 +99,8 @@ class PathNormalized(PathOptimizer):
         relative: bool = False,
         coordinates: Coordinates = "paths",
         growth: float = 1.0,
+        fallback: Callable[..., Optimizer] | None = None,
+        fallback_lr: float | None = None,
         **options: Any,
     ) -> None:
         if isinstance(optimizer_class, (Optimizer, nn.Module)) or not callable(optimizer_class):
@@ -93,26 +109,60 @@ class PathNormalized(PathOptimizer):
                 "PathNormalized(torch.optim.AdamW, model, example_input, lr=1e-4)"
             )
         check_limit(max_relative_step)
+        if relative and max_relative_step is not None:
+            raise ValueError("max_relative_step is for plain steps: relative ones are limited by lr already")
+        self._warns_of_small_share = not relative
         params = self._connect(
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
+        self.fallback: Optimizer | None = None
+        if fallback is not None or fallback_lr is not None:
+            params, fallen = self._split(params)
+            rate = {} if fallback_lr is None else {"lr": fallback_lr}
+            if fallen:
+                self.fallback = (
+                    fallback(fallen, **rate) if fallback else optimizer_class(fallen, **options | rate)
+                )
         base = optimizer_class(params, **options)
         self.gamma_cache.check_known(base.param_groups)
         for group in base.param_groups:
             _check_group(group)
         self._share(base)
-        super().__init__(base.param_groups, base.defaults)
+        super().__init__(self.param_groups, base.defaults)
         self.base, self.p, self.max_relative_step = base, p, max_relative_step
         self._step_limit = StepLimit(self.gamma_cache)
-        self.relative, self.coordinates, self.growth = relative, coordinates, growth
-        self._growth = None
-        self._measurement: RelativeMeasurement | None = None
+        self.relative = relative
+        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth)
         self._share(base)
 
+    def _split(self, params: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
+        """The parameters with paths, in the form they came in, and those that fall back."""
+        if self.gamma_cache.lazy_graph.graph is None:
+            raise TypeError(
+                "fallback needs to know which parameters fall back: pass example_input, or graph=trace(...)"
+            )
+        infos, names = self.graph.parameters, self.gamma_cache.names
+        kept: list[Any] = []
+        fallen: list[Tensor] = []
+        for entry in params:
+            group = entry if isinstance(entry, dict) else {"params": [entry]}
+            own = group["params"]
+            own = [own] if isinstance(own, Tensor) else list(own)
+            inside = [p for p in own if id(p) in names and infos[names[id(p)]].normalised]
+            fallen += [p for p in own if not any(p is q for q in inside)]
+            if inside:
+                kept += [{**group, "params": inside}] if isinstance(entry, dict) else inside
+        return kept, fallen
+
     def _share(self, base: Optimizer) -> None:
-        """Groups, state and defaults are the base's own, so that schedulers and state_dict see them."""
+        """Groups, state and defaults are those of the base (and of the second optimizer), so that schedulers and
+        state_dict see them."""
         self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        if self.fallback is not None:
+            base.state.update(self.fallback.state)
+            self.fallback.state = base.state
+            self.param_groups = base.param_groups + self.fallback.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer.
@@ -136,13 +186,30 @@ class PathNormalized(PathOptimizer):
         for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.base.load_state_dict(state_dict)
+        count = len(self.base.param_groups)
+        groups = state_dict["param_groups"]
+        self.base.load_state_dict({**state_dict, "param_groups": groups[:count]})
+        if self.fallback is not None:
+            self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
+        self._restore_growth(state_dict)
         for hook in after:
             hook(self)
 
+    def _restore_growth(self, state_dict: Any) -> None:
+        """In its own precision: torch rounds state to the parameter's."""
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            kept = state_dict["state"].get(number, {}).get(GROWTH)
+            if kept is not None:
+                self.state[parameter][GROWTH] = kept.detach().clone().to(parameter.device)
+
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("base", "gamma_cache", "p", "max_relative_step", "implementation", "_step_limit", "_geometry")
+        kept = (
+            "base", "fallback", "gamma_cache", "p", "max_relative_step", "implementation", "_step_limit",
+            "relative", "_relative",
+        )  # fmt: skip
         return {**{name: getattr(self, name) for name in kept}, "_dispatch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -159,9 +226,20 @@ class PathNormalized(PathOptimizer):
         Returns:
             The loss, if there is a closure.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
         if self.relative:
-            return self._relative_step(params, closure)
+            loss = self._relative.step(self.base, closure, self._step_base)
+        else:
+            loss = self._step(closure)
+        if self.fallback is not None:
+            self.fallback.step()
+        return loss
+
+    def _step_base(self, closure: Callable[[], Any] | None) -> Any:
+        return self.base.step() if closure is None else self.base.step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """The plain step."""
+        params = [p for group in self.base.param_groups for p in group["params"]]
         chains: list[Ready] = []
         if closure is None:
             params = [p for p in params if p.grad is not None]
@@ -174,7 +252,7 @@ class PathNormalized(PathOptimizer):
         fallback = [p for p, gamma in zip(rest, gammas, strict=True) if gamma is None and closure is not None]
         view = InvariantView(inside, fallback, self._limit() if inside else None)
         with torch.no_grad(), _hide_gradients(chains), view.entered():
-            loss = self.base.step() if closure is None else self.base.step(view.wrap(closure))
+            loss = self._step_base(None if closure is None else view.wrap(closure))
         with torch.no_grad():
             torch_rules.count_step(self.base, (p for chain in chains for p in chain.parameters))
             for chain in chains:
@@ -182,37 +260,12 @@ class PathNormalized(PathOptimizer):
         self.gamma_cache.after_step()
         return loss
 
-    def _relative_step(self, params: list[Tensor], closure: Callable[[], Any] | None) -> Any:
-        if closure is None and all(p.grad is None for p in params):
-            return None
-        names = self.gamma_cache.names
-        known = {names[id(p)]: p for p in params if id(p) in names}
-        measurement = self._relative_measurement()
-        coordinates = self.gamma_cache.get(measurement, self.p)
-        if self._growth is None:
-            self._growth = Growth(measurement.blocks, self.growth)
-        view = RelativeView(known, measurement, coordinates, self._growth, self.param_groups[0]["lr"])
-        with torch.no_grad(), view.entered():
-            loss = self.base.step() if closure is None else self.base.step(view.wrap(closure))
-        self.gamma_cache.after_step()
-        return loss
-
-    def _relative_measurement(self) -> RelativeMeasurement:
-        if self._measurement is None:
-            names = self.gamma_cache.names
-            own = [names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names]
-            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates)
-        return self._measurement
-
-    def blocks_of(self, parameter: Tensor) -> list[Block]:
-        return self._relative_measurement().by_name[self.gamma_cache.names[id(parameter)]]
-
     def _by_fused(self) -> list[Ready]:
         """The chains that a fused implementation moves."""
         if self.max_relative_step is not None:
             return []
         rules: dict[int, Rule] = {}
-        for group in self.param_groups:
+        for group in self.base.param_groups:
             for p in group["params"]:
                 rule = torch_rules.rule_of(self.base, group, p, self.p) if p.grad is not None else None
                 if rule is not None:
@@ -258,4 +311,4 @@ def _check_group(group: dict[str, Any]) -> None:
                 f"{name!r} cannot differ between groups of PathNormalized: pass it to PathNormalized itself"
             )
     if "fallback_lr" in group:
-        raise ValueError("'fallback_lr' is an option of PathSGD; give PathNormalized a group with its own lr")
+        raise ValueError("'fallback_lr' cannot differ between groups: pass it to PathNormalized itself")

@@ -42,9 +42,8 @@ class Block:
     depth: float
     """How many weights lie on a path of its region, one after the other."""
     orthogonal: bool
-    """Whether its direction is orthogonalised by Muon."""
-    end: bool
-    """Whether it is an embedding, or makes what the model returns."""
+    """Whether Muon orthogonalises its direction: not that of embeddings, of the last layer, and of depthwise
+    convolutions."""
     tails: Tensor
     """The classes of the units that its weights come from."""
     heads: Tensor
@@ -136,7 +135,9 @@ def _is_normalised(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
     while len(readers[k]) == 1:
         (k,) = readers[k]
         operation = graph.nodes[k].operation
-        if isinstance(operation, Multiply) and any(f.inverse_sigma is not None for f in operation.weight.factors):
+        if isinstance(operation, Multiply) and any(
+            f.inverse_sigma is not None for f in operation.weight.factors
+        ):
             return True
         if not isinstance(operation, (Add, Reshape, Permute)):
             return False
@@ -155,14 +156,14 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     weighted = part is not None and isinstance(part.operation, (Linear, Conv))
     operation = None if part is None else part.operation
     depthwise = isinstance(operation, Conv) and operation.groups > 1 and operation.groups == shape[0]
-    output = output or "embedding" in info.roles
+    end = output or "embedding" in info.roles
     edge = units.parameters.get(info.name)
     tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
     fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
     return Block(
         info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1, 1.0,
-        wide and weighted and not depthwise, output,
+        wide and weighted and not depthwise and not end,
         tails, heads, fan_in,
     )  # fmt: skip
 
@@ -177,7 +178,14 @@ def _rows(whole: Block, units: UnitClasses, axis: int, start: int, stop: int, fa
         )
     fan_in = math.prod(whole.shape) // max(1, whole.shape[axis])
     return replace(
-        whole, axis=axis, start=start, length=stop - start, family=family, tails=tails, heads=heads, fan_in=fan_in
+        whole,
+        axis=axis,
+        start=start,
+        length=stop - start,
+        family=family,
+        tails=tails,
+        heads=heads,
+        fan_in=fan_in,
     )
 
 

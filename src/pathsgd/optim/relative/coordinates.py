@@ -13,7 +13,6 @@ from pathsgd._torch import foreach
 from pathsgd.geometry.canonical import UnitFactors, measure_unit_factors
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import exact_frexp, exact_ldexp
-from pathsgd.geometry.gamma import measure as measure_gammas
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
@@ -21,10 +20,13 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.sizes import SizeTable
 
-NOISE = 2.0**10
-"""How many units in the last place of its family's gradient a bias's is at least, if it is not rounding."""
+Coordinates = Literal["paths", "weights"]
 
-Coordinates = Literal["paths", "gamma", "weights"]
+NOISE = 2.0**10
+"""A bias's gradient is more than this many units in the last place of its family's, or it is rounding."""
+
+DEEPEST = 12.0
+"""Layers one after the other up to which each takes the whole step: the function moves by all of them together."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,29 @@ class RelativeCoordinates:
     turns: Tensor
     """Which blocks turn instead of growing, in their order."""
     exponents: bool
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The blocks of some of the parameters."""
+
+    blocks: list[Block]
+    counts: list[int]
+    """How many each of the parameters has."""
+    index: Tensor | None
+    """Their numbers among all blocks; None if they are all of them."""
+    ratios: list[float]
+    """Which part of a step each takes."""
+    shares: Tensor
+    """Which part of a region's growth each takes."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """Theirs, of the values of all blocks."""
+        return values if self.index is None else values[self.index]
+
+    def blocks_of(self, tensors: Tensors) -> list[Tensor]:
+        """Their views of tensors by name."""
+        return [block.of(tensors[block.name]) for block in self.blocks]
 
 
 class RelativeMeasurement:
@@ -53,12 +78,90 @@ class RelativeMeasurement:
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
         self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
+        self._picks: dict[tuple[str, ...], Pick] = {}
+        self._device = torch.device("cpu")
 
-    def find_noise(self, grads: Tensors) -> Tensor:
-        """Which blocks have a gradient that is rounding and nothing else."""
-        blocks = self.blocks_of(grads)
-        norms = torch.stack(foreach("norm", blocks, 2, dtype=torch.float64))
-        return self._place(norms.device)[0].find_noise(norms, NOISE * torch.finfo(blocks[0].dtype).eps)
+    def pick(self, names: Sequence[str]) -> Pick:
+        """The blocks of these parameters."""
+        key = tuple(names)
+        if key not in self._picks:
+            chosen = set(names)
+            index = [k for k, block in enumerate(self.blocks) if block.name in chosen]
+            blocks = [self.blocks[k] for k in index]
+            shares = [1 / block.share for block in blocks]
+            self._picks[key] = Pick(
+                blocks,
+                [len(self.by_name[name]) for name in names],
+                None if len(index) == len(self.blocks) else torch.tensor(index, device=self._device),
+                [min(1.0, DEEPEST / block.depth) if block.turns else 1.0 for block in blocks],
+                torch.tensor(shares, dtype=torch.float64, device=self._device),
+            )
+        return self._picks[key]
+
+    def run(
+        self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None
+    ) -> RelativeCoordinates:
+        if self.coordinates == "weights":
+            return self._divide_by_sizes(tensors, compute_dtype(tensors), None, {})
+        return measure_in_range(graph, tensors, p, self.measure, exponents)
+
+    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
+        tensors, dtype = network.edges.tensors, network.arithmetic.dtype
+        if self.coordinates == "weights":
+            return self._divide_by_sizes(tensors, dtype, None, {})
+        factors = measure_unit_factors(network, check)
+        _, edges = self._place(network.device)
+        scales = {n: _canonical_scale(factors, edges[n], tensors[n]) for n in self.names if n in edges}
+        return self._divide_by_sizes(tensors, dtype, factors, scales)
+
+    @torch.no_grad()
+    def _divide_by_sizes(
+        self, tensors: Tensors, dtype: torch.dtype, factors: UnitFactors | None, scales: dict[str, _Scale]
+    ) -> RelativeCoordinates:
+        weights = {name: tensors[name].detach().to(dtype) for name in self.names}
+        z = {name: scales[name].apply(w) if name in scales else w for name, w in weights.items()}
+        blocks = [block.of(z[block.name]) for block in self.blocks]
+        norms = torch.stack(list(foreach("norm", blocks, 2, dtype=torch.float64)))
+        exponents = factors is not None and factors.factor.exponent is not None
+        shift = self._shifts(scales, norms.device) if exponents else None
+        norms = norms if shift is None else exact_ldexp(norms, shift)
+        size, turns = self._place(norms.device)[0].measure(norms, factors)
+        size = size if shift is None else exact_ldexp(size, -shift)
+        to_u, from_u = {}, {}
+        for name, w in weights.items():
+            to_u[name] = scales[name].scale.clone() if name in scales else torch.ones_like(w)
+            from_u[name] = scales[name].inverse.clone() if name in scales else torch.ones_like(w)
+        for block, s, inverse in zip(
+            self.blocks, size.to(dtype).unbind(), (1 / size).to(dtype).unbind(), strict=True
+        ):
+            block.of(to_u[block.name]).mul_(inverse)
+            block.of(from_u[block.name]).mul_(s)
+        for name, scale in scales.items():
+            if scale.exponent is not None:
+                to_u[name] = exact_ldexp(to_u[name], scale.exponent)
+                from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
+        return RelativeCoordinates(to_u, from_u, turns, exponents)
+
+    def _shifts(self, scales: dict[str, _Scale], device: torch.device) -> Tensor:
+        zero = torch.zeros((), dtype=torch.int32, device=device)
+        found = [scales[b.name].shift if b.name in scales else zero for b in self.blocks]
+        return torch.stack([zero if shift is None else shift for shift in found]).clamp(-1000, 1000)
+
+    def zero_noise_(self, grads: dict[str, Tensor]) -> None:
+        """Zeroes gradients of biases that are rounding and nothing else, as before a batch norm: a normalised
+        step would blow them up."""
+        if not grads:
+            return
+        pick = self.pick(list(grads))
+        blocks = pick.blocks_of(grads)
+        norms = torch.stack(list(foreach("norm", blocks, 2, dtype=torch.float64)))
+        if pick.index is not None:
+            norms = norms.new_zeros(len(self.blocks)).index_copy(0, pick.index, norms)
+        bound = NOISE * torch.finfo(blocks[0].dtype).eps
+        noise = pick.of(self._place(norms.device)[0].find_noise(norms, bound))
+        for block, own, zero in zip(pick.blocks, blocks, noise.unbind(), strict=True):
+            if not block.turns:
+                own.masked_fill_(zero, 0)
 
     def _place(self, device: torch.device) -> tuple[SizeTable, dict[str, EdgeClasses]]:
         """What is needed on a device, put there once: a CUDA graph cannot capture the transfer."""
@@ -68,63 +171,9 @@ class RelativeMeasurement:
                 for name, edge in self.edges.items()
             }
             self._placed[device] = SizeTable(self.blocks, device), edges
+            self._picks.clear()
+            self._device = device
         return self._placed[device]
-
-    def blocks_of(self, tensors: Tensors) -> list[Tensor]:
-        """The blocks of all parameters, in their order, from tensors by name."""
-        return [block.of(tensors[block.name]) for block in self.blocks]
-
-    def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> RelativeCoordinates:
-        if self.coordinates == "weights":
-            return self._coordinates(tensors, compute_dtype(tensors), None, {})
-        return measure_in_range(graph, tensors, p, self.measure, exponents)
-
-    @torch.no_grad()
-    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
-        tensors, dtype = network.edges.tensors, network.arithmetic.dtype
-        if self.coordinates == "gamma":
-            gammas = measure_gammas(network, check)
-            normalised = [n for n in self.names if network.graph.parameters[n].normalised]
-            roots = {n: gammas[n].dense().sqrt() for n in normalised}
-            return self._coordinates(tensors, dtype, None, {n: _Scale(r, torch.where(r > 0, 1 / r, 0)) for n, r in roots.items()})
-        if self.coordinates == "weights":
-            return self._coordinates(tensors, dtype, None, {})
-        factors = measure_unit_factors(network, check)
-        _, edges = self._place(network.device)
-        scales = {n: _canonical(factors, edges[n], tensors[n]) for n in self.names if n in edges}
-        return self._coordinates(tensors, dtype, factors, scales)
-
-    def _coordinates(
-        self, tensors: Tensors, dtype: torch.dtype, factors: UnitFactors | None, scales: dict[str, _Scale]
-    ) -> RelativeCoordinates:
-        weights = {name: tensors[name].detach().to(dtype) for name in self.names}
-        z = {name: scales[name].apply(w) if name in scales else w for name, w in weights.items()}
-        norms = torch.stack(foreach("norm", self.blocks_of(z), 2, dtype=torch.float64))
-        exponents = factors is not None and factors.factor.exponent is not None
-        shift = None
-        if exponents:
-            none = torch.zeros((), dtype=torch.int32, device=norms.device)
-            shift = torch.stack([scales[b.name].shift if b.name in scales else none for b in self.blocks])
-            shift = shift.clamp(-1000, 1000)
-            norms = exact_ldexp(norms, shift)
-        size, turns = self._place(norms.device)[0].measure(norms, factors)
-        if shift is not None:
-            size = exact_ldexp(size, -shift)
-        to_u, from_u = {}, {}
-        for name, w in weights.items():
-            to_u[name] = scales[name].scale.clone() if name in scales else torch.ones_like(w)
-            from_u[name] = scales[name].inverse.clone() if name in scales else torch.ones_like(w)
-        inverse = (1 / size).to(dtype).unbind()
-        for own, back, factor, s in zip(
-            self.blocks_of(to_u), self.blocks_of(from_u), inverse, size.to(dtype).unbind(), strict=True
-        ):
-            own.mul_(factor)
-            back.mul_(s)
-        for name, scale in scales.items():
-            if scale.exponent is not None:
-                to_u[name] = exact_ldexp(to_u[name], scale.exponent)
-                from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
-        return RelativeCoordinates(to_u, from_u, turns, exponents)
 
 
 @dataclass(frozen=True)
@@ -141,17 +190,14 @@ class _Scale:
         return z if self.exponent is None else exact_ldexp(z, self.exponent)
 
 
-def _canonical(factors: UnitFactors, edge: EdgeClasses, weight: Tensor) -> _Scale:
+def _canonical_scale(factors: UnitFactors, edge: EdgeClasses, weight: Tensor) -> _Scale:
     """The scale of one parameter from the factors of the units at its ends."""
-    head, tail = edge.head, edge.tail
     mantissa, exponent = factors.factor
-    out, into = mantissa[head], mantissa[tail]
-    for _ in range(edge.degree - 1):
-        into = into * mantissa[tail]
+    out, into = mantissa[edge.head], mantissa[edge.tail] ** edge.degree
     scale, inverse = (out / into).expand(weight.shape), (into / out).expand(weight.shape)
     if exponent is None:
         return _Scale(scale, inverse)
-    total = (exponent[head] - edge.degree * exponent[tail]).expand(weight.shape)
+    total = (exponent[edge.head] - edge.degree * exponent[edge.tail]).expand(weight.shape)
     _, own = exact_frexp(weight.detach().to(mantissa.dtype))
     # A deep network's z leave the range of floats: they are kept in units of the largest.
     shift = (own + total).amax()

@@ -37,21 +37,41 @@ def _normalize(matrices: Tensor) -> Tensor:
     return x / torch.where(norm > 0, norm, 1)
 
 
+def is_orthogonal(blocks: list[Block]) -> bool:
+    """Whether the direction of a parameter with these blocks is orthogonalised."""
+    return bool(blocks) and all(block.orthogonal for block in blocks)
+
+
 class RelativeMuon(Optimizer):
-    """On parameters of root mean square 1: a step is ``lr`` long in the same measure."""
+    """On parameters whose blocks have root mean square 1: a step is ``lr`` in the same measure.
+
+    Decay is that of the relative step, not of this.
+    """
+
+    blocks_of: Callable[[Tensor], list[Block]]
 
     def __init__(
-        self, params: Any, lr: float = 0.04, *, blocks_of: Callable[[Tensor], list[Block]],
-        momentum: float = 0.95, nesterov: bool = True,
-        betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-12, adam_ratio: float = 1.0,
-        ends: bool = False,
-        deepest: float = 12.0,
-    ) -> None:
-        self.ends, self.deepest = ends, deepest
-        self.blocks_of = blocks_of
-        super().__init__(
-            params, dict(lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, adam_ratio=adam_ratio)
-        )
+        self, params: Any, lr: float | Tensor, momentum: float, nesterov: bool, betas: tuple[float, float],
+        eps: float, weight_decay: float,
+    ) -> None:  # fmt: skip
+        for name, value in (
+            ("learning rate", lr),
+            ("momentum", momentum),
+            ("eps", eps),
+            ("weight_decay", weight_decay),
+        ):
+            if not value >= 0:
+                raise ValueError(f"Invalid {name} value: {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Invalid betas: {betas}")
+        options = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay,
+        }  # fmt: skip
+        super().__init__(params, options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "blocks_of"}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -61,7 +81,7 @@ class RelativeMuon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            matrices = [p for p in params if all(b.orthogonal and (self.ends or not b.end) for b in self.blocks_of(p))]
+            matrices = [p for p in params if is_orthogonal(self.blocks_of(p))]
             chosen = set(map(id, matrices))
             self._step_matrices(group, matrices)
             self._step_adam(group, [p for p in params if id(p) not in chosen])
@@ -71,32 +91,32 @@ class RelativeMuon(Optimizer):
         if not params:
             return
         for p in params:
-            if not self.state[p]:
+            if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         grads = [p.grad for p in params]
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         foreach("mul_", buffers, group["momentum"])
         foreach("add_", buffers, grads)
         ds = foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for p, d in zip(params, ds, strict=True):
             for block in self.blocks_of(p):
-                own, to = block.of(d), block.of(p)
-                flat = own.reshape(len(own), -1)
-                by_shape.setdefault((flat.shape[0], flat.shape[1]), []).append((flat, to, min(1.0, self.deepest / block.depth)))
+                own = block.of(d)
+                matrix = own.reshape(len(own), -1)
+                by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append((matrix, block.of(p)))
         for (rows, columns), pairs in by_shape.items():
-            batch = torch.stack([flat for flat, *_ in pairs])
+            batch = torch.stack([matrix for matrix, _ in pairs])
             fast = batch.is_cuda and batch.dtype == torch.float32
             found = orthogonalize(batch, torch.bfloat16 if fast else batch.dtype)
             found = _normalize(found).mul_((rows * columns) ** 0.5)
-            for (_, to, ratio), d in zip(pairs, found.unbind(), strict=True):
-                to.sub_(d.reshape(to.shape), alpha=group["lr"] * ratio)
+            for (_, block), d in zip(pairs, found.unbind(), strict=True):
+                block.sub_(group["lr"] * d.reshape(block.shape))
 
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
         for p in params:
-            if not self.state[p]:
+            if "exp_avg" not in self.state[p]:
                 self.state[p].update(
                     step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
                 )
@@ -105,5 +125,5 @@ class RelativeMuon(Optimizer):
         adam(
             params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
             [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
-            lr=group["lr"] * group["adam_ratio"], weight_decay=0.0, eps=group["eps"], maximize=False,
+            lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parameters as u, in units of their size, around the step of any optimizer; the step as a turn and a growth."""
+"""Parameters as u, in units of their size, around the step of any optimizer; then the step as a turn."""
 
 from __future__ import annotations
 
@@ -12,43 +12,25 @@ from torch import Tensor
 from pathsgd._torch import foreach
 from pathsgd.optim.relative.coordinates import RelativeCoordinates, RelativeMeasurement
 
-
-class Growth:
-    """Adam on the logarithm of every block's norm."""
-
-    def __init__(self, blocks, ratio: float) -> None:
-        self.ratio = ratio
-        self.blocks = blocks
-        self.first = self.second = None
-        self.count = 0
-
-    def step(self, along: Tensor, rates) -> Tensor:
-        if self.first is None:
-            self.first, self.second = torch.zeros_like(along), torch.zeros_like(along)
-            self.share = torch.tensor([1 / b.share for b in self.blocks], dtype=torch.float64, device=along.device)
-        self.count += 1
-        self.first.lerp_(along, 0.1)
-        self.second.mul_(0.99).addcmul_(along, along, value=0.01)
-        a, b = self.first / (1 - 0.9**self.count), (self.second / (1 - 0.99**self.count)).sqrt()
-        direction = torch.where(b > 0, a / torch.where(b > 0, b, 1), 0)
-        return torch.exp(-rates * self.ratio * self.share * direction)
+Grow = Callable[[Tensor], Tensor]
+"""From <g, u> of every block to the factor by which its norm grows."""
 
 
 class RelativeView:
-    """Parameters that hold u, and the gradient of u, inside :meth:`entered`."""
+    """Parameters that hold u, and the gradient of u, inside :meth:`entered`.
+
+    In place, on the same Parameters. Three copies are held meanwhile: of the weights, of u, and of the gradients.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
-        growth: Growth,
-        rates: list[float],
+        grow: Grow,
     ) -> None:
-        self.parameters = list(parameters.values())
-        self.names = list(parameters)
-        self.measurement, self.growth, self.turns = measurement, growth, coordinates.turns
-        self.rates = rates
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.measurement, self.coordinates, self.grow = measurement, coordinates, grow
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -61,26 +43,29 @@ class RelativeView:
         self.start = [p.detach().clone() for p in self.parameters]
         self.grads = [p.grad for p in self.parameters]
         try:
-            wide = [w.to(f.dtype) for w, f in zip(self.start, self.to_u, strict=True)]
-            self.u = list(foreach("mul", wide, self.to_u))
-            self._write(self.u)
+            wide = [w.to(factor.dtype) for w, factor in zip(self.start, self.to_u, strict=True)]
+            self._write(foreach("mul", wide, self.to_u))
+            # As the parameters hold it: one of low precision rounds it.
+            self.u = [
+                p.detach().to(factor.dtype, copy=True)
+                for p, factor in zip(self.parameters, self.to_u, strict=True)
+            ]
             self._gradients_to_u()
             yield
+            self._write(self._weights(turn=True))
         except BaseException:
             self._write(self.start)
             raise
-        else:
-            self._write(self._weights(split=True))
         finally:
             for p, grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
 
     def wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as a function of u."""
+        """The closure as a function of u: evaluated at the weights u stands for."""
 
         def evaluate() -> Any:
             here = [p.detach().clone() for p in self.parameters]
-            self._write(self._weights(split=False))
+            self._write(self._weights(turn=False))
             for p, grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
             with torch.enable_grad():
@@ -97,48 +82,56 @@ class RelativeView:
         foreach("copy_", self.parameters, values)
 
     def _gradients_to_u(self) -> None:
-        live = [k for k, p in enumerate(self.parameters) if p.grad is not None]
-        if any(self.parameters[k].grad.is_sparse for k in live):
+        found = [k for k, p in enumerate(self.parameters) if p.grad is not None]
+        if any(self.parameters[k].grad.is_sparse for k in found):  # type: ignore[union-attr]
             raise RuntimeError("relative steps do not support sparse gradients")
-        grads = [self.parameters[k].grad.detach().to(self.from_u[k].dtype) for k in live]
-        grads = list(foreach("mul", grads, [self.from_u[k] for k in live]))
-        if len(live) == len(self.parameters):
-            by_name = dict(zip(self.names, grads, strict=True))
-            noise = self.measurement.find_noise(by_name)
-            for block, own, quiet in zip(self.measurement.blocks, self._blocks_of(grads), noise.unbind(), strict=True):
-                if not block.turns:
-                    own.masked_fill_(quiet, 0)
-            radial = foreach("mul", grads, self.u)
-            along = torch.stack([x.sum(dtype=torch.float64) for x in self._blocks_of(list(radial))])
-            self.factor = self.growth.step(along, self.rates)
-        for k, g in zip(live, grads, strict=True):
-            self.parameters[k].grad = g.to(self.parameters[k].dtype)
+        grads = [self.parameters[k].grad.to(self.from_u[k].dtype) for k in found]  # type: ignore[union-attr]
+        grads = list(foreach("mul", grads, [self.from_u[k] for k in found])) if found else []
+        self.measurement.zero_noise_({self.names[k]: grad for k, grad in zip(found, grads, strict=True)})
+        for k, grad in zip(found, grads, strict=True):
+            self.parameters[k].grad = grad.to(self.parameters[k].dtype)
 
-    def _weights(self, split: bool) -> list[Tensor]:
+    def _weights(self, turn: bool) -> list[Tensor]:
         """w moved as u was."""
         moved = [p.detach().to(u.dtype, copy=True) for p, u in zip(self.parameters, self.u, strict=True)]
-        u = self.u
-        if moved[0].dtype != self.parameters[0].dtype:  # a parameter of low precision rounded it
-            u = [x.to(p.dtype).to(x.dtype) for x, p in zip(u, self.parameters, strict=True)]
-        if split:
-            self._turn(u, moved)
-        foreach("sub_", moved, u)
+        if turn:
+            self._turn(moved)
+        foreach("sub_", moved, self.u)
         foreach("mul_", moved, self.from_u)
         return [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
 
-    def _turn(self, u: list[Tensor], moved: list[Tensor]) -> None:
+    def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth that its gradient asks for."""
-        before, after = self._squares(u), self._squares(moved)
-        turns = self.turns & (before > 0) & (after > 0)
-        factor = torch.where(turns, (before / torch.where(turns, after, 1)).sqrt() * self.factor, 1)
-        blocks = self._blocks_of(moved)
-        for own, f in zip(blocks, factor.to(blocks[0].dtype).unbind(), strict=True):
-            own.mul_(f)
+        found = [p.grad is not None for p in self.parameters]
+        names = [name for name, has in zip(self.names, found, strict=True) if has]
+        if not names:
+            return
+        pick = self.measurement.pick(names)
 
-    def _blocks_of(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self.measurement.blocks_of(dict(zip(self.names, tensors, strict=True)))
+        def blocks_of(tensors: list[Tensor]) -> list[Tensor]:
+            return pick.blocks_of({n: t for n, t, has in zip(self.names, tensors, found, strict=True) if has})
 
-    def _squares(self, tensors: list[Tensor]) -> Tensor:
-        """The squared l_2 norm of every block, in fp64: none is lost."""
-        norms = foreach("norm", self._blocks_of(tensors), 2, dtype=torch.float64)
-        return torch.stack(list(norms)).square()
+        before, blocks = blocks_of(self.u), blocks_of(moved)
+        self._shorten(pick.ratios, before, blocks)
+        grads = [
+            u if p.grad is None else p.grad.to(u.dtype) for p, u in zip(self.parameters, self.u, strict=True)
+        ]
+        products = foreach("mul", blocks_of(grads), before)
+        growth = self.grow(torch.stack([product.sum(dtype=torch.float64) for product in products]))
+        old, new = _norms(before), _norms(blocks)
+        turns = pick.of(self.coordinates.turns) & (old > 0) & (new > 0)
+        factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
+        for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
+            block.mul_(factor)
+
+    @staticmethod
+    def _shorten(ratios: list[float], before: list[Tensor], moved: list[Tensor]) -> None:
+        """Takes this part of the step of every block."""
+        for ratio, u, block in zip(ratios, before, moved, strict=True):
+            if ratio < 1:
+                block.lerp_(u, 1 - ratio)
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The l_2 norms, in fp64: no square is lost."""
+    return torch.stack(list(foreach("norm", tensors, 2, dtype=torch.float64)))

@@ -1,0 +1,45 @@
+"""How the norms of blocks grow: Adam on the logarithm of each.
+
+Turning keeps a block's norm, and a network whose scale starts too small could never become sure of anything. The
+derivative of the loss by the logarithm of a block's norm is <g, u>. By homogeneity it is about the same for all
+layers of a region, whose norms enter the function as a product: so the growth is shared out between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+BETAS = (0.9, 0.99)
+KEY = "growth"
+"""In the state of a parameter: both averages and the number of steps, for each of its blocks."""
+
+
+def find_growth(
+    optimizer: Optimizer, parameters: Sequence[Tensor], counts: Sequence[int], along: Tensor
+) -> Tensor:
+    """The direction in which the logarithm of every block's norm moves, about -1 to 1.
+
+    Args:
+        optimizer: in whose state the averages are kept.
+        parameters: in the order of the blocks.
+        counts: how many blocks each has.
+        along: <g, u> of every block.
+    """
+    states = []
+    for parameter, count in zip(parameters, counts, strict=True):
+        state = optimizer.state[parameter].get(KEY)
+        states.append(along.new_zeros(3, count) if state is None else state)
+    first, second, steps = torch.cat(states, 1)
+    first = first.lerp(along, 1 - BETAS[0])
+    second = second.lerp(along.square(), 1 - BETAS[1])
+    steps = steps + 1
+    kept = torch.stack([first, second, steps]).split(list(counts), 1)
+    for parameter, state in zip(parameters, kept, strict=True):
+        optimizer.state[parameter][KEY] = state.clone()
+    mean = first / (1 - BETAS[0] ** steps)
+    size = (second / (1 - BETAS[1] ** steps)).sqrt()
+    return torch.where(size > 0, -mean / torch.where(size > 0, size, 1), 0)

@@ -1,0 +1,92 @@
+"""Relative steps of one optimizer: its base moves u, and blocks turn and grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.relative.coordinates import Coordinates, Pick, RelativeMeasurement
+from pathsgd.optim.relative.growth import find_growth
+from pathsgd.optim.relative.view import RelativeView
+
+BaseStep = Callable[[Callable[[], Any] | None], Any]
+
+
+class RelativeSteps:
+    """The relative steps of the parameters of one model.
+
+    Args:
+        gamma_cache: the model's, which measures and keeps the coordinates.
+        p: the order of the path norm.
+        coordinates: invariant ones, or the weights themselves.
+        growth: the rate at which norms grow, in units of lr.
+    """
+
+    def __init__(self, gamma_cache: GammaCache, p: float, coordinates: Coordinates, growth: float) -> None:
+        if coordinates not in ("paths", "weights"):
+            raise ValueError(f"Invalid coordinates: {coordinates!r} (one of 'paths', 'weights')")
+        if not growth >= 0:
+            raise ValueError(f"Invalid growth value: {growth}")
+        self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
+        self._measurement: RelativeMeasurement | None = None
+
+    def measurement(self, names: Sequence[str] = ()) -> RelativeMeasurement:
+        """What measures the coordinates of these parameters, or of those it was last asked for."""
+        if self._measurement is None or (names and self._measurement.names != names):
+            own = names or list(self.gamma_cache.graph.parameters)
+            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates)
+        return self._measurement
+
+    def blocks_of(self, parameter: Tensor) -> list[Block]:
+        """The blocks of a parameter; none if it is not the model's."""
+        name = self.gamma_cache.names.get(id(parameter))
+        return [] if name is None else self.measurement().by_name[name]
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, base_step: BaseStep) -> Any:
+        """One step of the base on u; what is not the model's it moves as it does without us."""
+        names = self.gamma_cache.names
+        groups = {
+            names[id(parameter)]: (parameter, group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        moved = {n: p for n, (p, _) in groups.items() if closure is not None or p.grad is not None}
+        if not moved:
+            return base_step(closure)
+        measurement = self.measurement(list(groups))
+        coordinates = self.gamma_cache.get(measurement, self.p)
+
+        def grow(along: Tensor) -> Tensor:
+            own = [name for name, parameter in moved.items() if parameter.grad is not None]
+            pick = measurement.pick(own)
+            direction = find_growth(optimizer, [moved[name] for name in own], pick.counts, along)
+            rates = self._per_block(pick, {name: groups[name][1].get("lr", 0.0) for name in own}, along)
+            decays = {name: groups[name][1].get("weight_decay", 0.0) for name in own}
+            factor = torch.exp(rates * self.growth * pick.shares * direction)
+            if any(decays.values()):
+                factor = factor * (1 - rates * self._per_block(pick, decays, along))
+            return factor
+
+        view = RelativeView(moved, measurement, coordinates, grow)
+        with torch.no_grad(), view.entered():
+            loss = base_step(None if closure is None else view.wrap(closure))
+        self.gamma_cache.after_step()
+        return loss
+
+    @staticmethod
+    def _per_block(pick: Pick, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
+        """An option of every block; one number where all have the same."""
+        found = [values[block.name] for block in pick.blocks]
+        if all(value is found[0] or value == found[0] for value in found[1:]):
+            return found[0]
+        return torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in found])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_measurement": None}
