@@ -171,12 +171,13 @@ def reproduce(
         ...     step_sizes=(0.1,),
         ...     search_epochs=2,
         ...     epochs=2,
+        ...     repeats=2,
         ...     validation=300,
         ... )
         >>> with tempfile.TemporaryDirectory() as out:
         ...     results = reproduce(study, out, figures=False)
         ...     judge_claims(results)[0].verdict  # the same curves from a rescaled start
-        'held'
+        'agrees'
     """
     setup = setup or StudySetup()
     if figures:

@@ -127,7 +127,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A finished study.
+    """A study, or those of its data sets that are finished.
 
     Attributes:
         out: Its folder.
@@ -138,6 +138,7 @@ class StudyResults:
         exact: For balanced cells of invariant methods the first final run again, rescaled by powers of two.
         manifests: How and where the runs were trained.
         cost: The time of a step; None if it was not measured.
+        unfinished: Data sets of the study that have runs to go. They are left out of all the rest.
     """
 
     out: Path
@@ -148,6 +149,7 @@ class StudyResults:
     exact: dict[Cell, RunRecord]
     manifests: list[Manifest]
     cost: StepCost | None = None
+    unfinished: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, out: Path) -> StudyResults:
@@ -168,24 +170,39 @@ class StudyResults:
         if not path.exists():
             raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
         choices = [from_json(Choice, one, str(path)) for one in read_json(path, list)]
+        runs_of = {c.cell: c.final_runs(study, data[c.cell.dataset].checksum) for c in choices}
+        unfinished = _find_unfinished(out, runs_of)
+        if unfinished:
+            study = _leave_out(unfinished, study, out)
+            choices = [choice for choice in choices if choice.cell.dataset in study.datasets]
+            data = {name: data[name] for name in study.datasets}
         finals: dict[Cell, list[RunRecord]] = {}
         exact: dict[Cell, RunRecord] = {}
-        for choice in choices:
-            runs = choice.final_runs(study, data[choice.cell.dataset].checksum)
-            records = [_read_final(out, run) for run in runs]
-            finals[choice.cell] = records[: study.repeats]
+        for cell in (choice.cell for choice in choices):
+            records = [read_record(out / "runs" / run.name) for run in runs_of[cell]]
+            finals[cell] = records[: study.repeats]
             if len(records) > study.repeats:
-                exact[choice.cell] = records[-1]
+                exact[cell] = records[-1]
         path = out / "cost.json"
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         manifests = read_manifests(out / "manifest.json")
-        return cls(out, study, data, choices, finals, exact, manifests, cost)
+        return cls(out, study, data, choices, finals, exact, manifests, cost, unfinished)
 
 
-def _read_final(out: Path, run: Run) -> RunRecord:
-    path = out / "runs" / run.name
-    if not (path / "result.json").exists():
+def _find_unfinished(out: Path, runs_of: dict[Cell, list[Run]]) -> tuple[str, ...]:
+    """The data sets with runs to go."""
+    to_go = (
+        cell.dataset
+        for cell, runs in runs_of.items()
+        if not all((out / "runs" / run.name / "result.json").exists() for run in runs)
+    )
+    return tuple(dict.fromkeys(to_go))
+
+
+def _leave_out(unfinished: tuple[str, ...], study: Study, out: Path) -> Study:
+    finished = tuple(name for name in study.datasets if name not in unfinished)
+    if not finished:
         raise PathError(
             f"the study in {out} has runs to go: `pathsgd reproduce` with the same options resumes it"
         )
-    return read_record(path)
+    return dataclasses.replace(study, datasets=finished)
