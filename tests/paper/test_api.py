@@ -114,9 +114,9 @@ y = torch.arange(250) % 3
 x = torch.randn(250, 5, generator=torch.Generator().manual_seed(0)) + y[:, None]
 data = Dataset("clouds", (5,), 3, x[:200], y[:200], x[200:], y[200:], highest=1.0)
 study = Study(datasets=("clouds",), methods=("sgd", "path-sgd"), dropouts=(0.0,), hidden=(8,), batch=20,
-              step_sizes=(0.1,), search_epochs=2, epochs=2, validation=50)
+              step_sizes=(0.1,), search_epochs=2, epochs=2, validation=50, repeats=2)
 results = reproduce(study, sys.argv[1], data={"clouds": data}, figures=False)
-assert judge_claims(results)[0].verdict == "held"
+assert judge_claims(results)[0].verdict == "agrees"
 print(summarize_study(results))
 assert train(Run(dataset="clouds", hidden=(8,), batch=20, epochs=1), sys.argv[1], data=data).status == "done"
 """
@@ -128,4 +128,4 @@ def test_a_study_runs_where_only_torch_is_installed(tmp_path):
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "1. HELD: Path-SGD started balanced and unbalanced" in done.stdout
+    assert "1. AGREES: Path-SGD gives the same curves" in done.stdout
