@@ -13,7 +13,7 @@ from pathsgd.paper.analysis.statistics import LAST, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.records.study_results import Choice, StudyResults, Trial
+from pathsgd.paper.records.study_results import Choice, StudyResults
 
 CELL_HEAD = ["data set", "dropout", "start", "method"]
 COMPARISON_HEAD = ["compared", "mean and 95% interval", "each seed", "agrees if", "verdict"]
@@ -112,6 +112,7 @@ def tabulate_choices(choices: Sequence[Choice]) -> Table:
         A table; ``print`` shows it.
 
     Example:
+        >>> from pathsgd.paper.records.study_results import Trial
         >>> tried = [Trial(0.1, "done", 0.021, 7, "", ""), Trial(1.0, "diverged", 1.0, 0, "", "")]
         >>> print(tabulate_choices([Choice(Cell("digits", 0.0, "balanced", "sgd"), 0.1, tried)]))
         Validation error by step size, the chosen one in brackets
@@ -120,22 +121,32 @@ def tabulate_choices(choices: Sequence[Choice]) -> Table:
         ------------------------------------------------------
         digits    0        balanced  SGD     diverged  [2.10%]
     """
-    sizes = sorted({trial.step_size for choice in choices for trial in choice.tried}, reverse=True)
-    rows = []
-    for choice in choices:
-        tried = {trial.step_size: _error_or_status(trial) for trial in choice.tried}
-        marked = (f"[{tried[s]}]" if s == choice.step_size else tried.get(s, "") for s in sizes)
-        rows.append([*_cell_columns(choice.cell), *marked])
+    outcomes = [_outcomes(choice) for choice in choices]
+    sizes = sorted({size for row in outcomes for size in row}, reverse=True)
+    rows = [
+        [*_cell_columns(choice.cell), *(row.get(size, "") for size in sizes)]
+        for choice, row in zip(choices, outcomes, strict=True)
+    ]
     head = [*CELL_HEAD, *(f"{size:g}" for size in sizes)]
-    return Table("Validation error by step size, the chosen one in brackets", head, rows)
+    title, beyond = (
+        "Validation error by step size, the chosen one in brackets",
+        any(c.beyond for c in choices),
+    )
+    note = "In parentheses: tried because the largest won, and not used." if beyond else ""
+    return Table(title, head, rows, note)
+
+
+def _outcomes(choice: Choice) -> dict[float, str]:
+    found = {trial.step_size: trial.outcome for trial in choice.tried}
+    if choice.best is not None:
+        found[choice.best.step_size] = f"[{choice.best.outcome}]"
+    if choice.beyond is not None:
+        found[choice.beyond.step_size] = f"({choice.beyond.outcome})"
+    return found
 
 
 def _cell_columns(cell: Cell) -> list[str]:
     return [short_name(cell.dataset), f"{cell.dropout:g}", cell.init, METHODS[cell.method].label]
-
-
-def _error_or_status(trial: Trial) -> str:
-    return f"{trial.best_error:.2%}" if trial.status == "done" else trial.status
 
 
 def describe_claims(claims: Sequence[Claim]) -> str:

@@ -11,6 +11,7 @@ runs/          a folder for each run
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ class Trial:
     reason: str
     run: str
 
+    @property
+    def outcome(self) -> str:
+        """The validation error, or how the run ended instead."""
+        return f"{self.best_error:.2%}" if self.status == "done" else self.status
+
+    def __str__(self) -> str:
+        return f"{self.step_size:g}: {self.outcome}"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -63,11 +72,13 @@ class Choice:
         cell: Data set, dropout, initialisation and method.
         step_size: The one with the lowest validation error; None if no run ended well.
         tried: One trial for each step size.
+        beyond: Where the largest wins, one that is ten times as large: shown and not used.
     """
 
     cell: Cell
     step_size: float | None
     tried: list[Trial]
+    beyond: Trial | None = None
 
     def final_runs(self, study: Study, data: str) -> list[Run]:
         """The runs on all the training data; for an invariant method one more, rescaled by powers of two."""
@@ -100,9 +111,16 @@ class Choice:
     def _edge(self) -> str:
         """A note where a better step size may lie outside of those tried."""
         sizes = [trial.step_size for trial in self.tried]
-        if len(sizes) < 3 or self.step_size not in (min(sizes), max(sizes)):
+        if self.step_size is None or not is_edge(self.step_size, sizes):
             return ""
-        return ", the largest tried" if self.step_size == max(sizes) else ", the smallest tried"
+        if self.step_size == min(sizes):
+            return ", the smallest tried"
+        return ", the largest tried" + (f"; {self.beyond}" if self.beyond else "")
+
+
+def is_edge(size: float, sizes: Sequence[float]) -> bool:
+    """Whether a better one may lie outside; of one or two each is an edge, which says nothing."""
+    return len(sizes) > 2 and size in (min(sizes), max(sizes))
 
 
 def describe(of: Cell | Run) -> str:
