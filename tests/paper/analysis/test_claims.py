@@ -82,6 +82,17 @@ def test_each_claim_can_fail(study):
     assert verdicts(study, StepCost("n", "d", 100.0, 104.9))[6] == "agrees"
 
 
+@pytest.mark.parametrize(
+    ("test_error", "train_loss", "verdict"),
+    [(1.3, 0.5, "agrees"), (1.2, 2.1, "agrees"), (1.2, 1.9, "disagrees"), (0.5, 2.1, "agrees")],
+)
+def test_a_considerable_harm_is_in_the_error_or_in_the_loss(study, test_error, train_loss, verdict):
+    cells = [Cell("mnist", 0.0, init, "sgd") for init in ("balanced", "unbalanced")]
+    same = dataclasses.replace(study, finals={**study.finals, cells[1]: study.finals[cells[0]]})
+    hurt = with_runs(same, cells[1], test_error=test_error, train_loss=train_loss)
+    assert find(judge_claims(hurt), 2, "mnist, SGD, unbalanced / balanced").verdict == verdict
+
+
 def test_the_paper_excepts_mnist_with_dropout(study):
     spared = with_runs(study, Cell("mnist", 0.5, "balanced", "path-sgd"), test_error=9)
     found = find(judge_claims(spared), 5, "mnist, dropout 0.5, Path-SGD - SGD")
