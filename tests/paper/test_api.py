@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -59,6 +60,20 @@ def test_a_study_keeps_the_choices_of_its_sweep(tmp_path):
     assert not (tmp_path / "figures").exists()
     assert redraw(tmp_path).finals == results.finals
     assert (tmp_path / "report.html").exists()
+
+
+def test_further_seeds_are_run_where_a_verdict_hangs_on_them(tmp_path, monkeypatch):
+    """Of one cell, as if it were the one."""
+    cell = TINY.cells()[0]
+    monkeypatch.setattr("pathsgd.paper.api.find_undecided", lambda results: {cell})
+    study = dataclasses.replace(TINY, repeats=2, more_repeats=1, step_sizes=(0.1,))
+    for phases in (["search for step sizes", "final runs", "further seeds"], []):
+        progress = Recording()
+        results = reproduce(study, tmp_path, data={"clouds": clouds()}, progress=progress, figures=False)
+        assert [call[1] for call in progress.calls if call[0] == "start_phase"] == phases
+        assert {c: [run.run.seed.init for run in runs] for c, runs in results.finals.items()} == {
+            c: [0, 1, 2] if c == cell else [0, 1] for c in study.cells()
+        }
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])

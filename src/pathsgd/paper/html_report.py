@@ -71,8 +71,8 @@ def _lede(results: StudyResults) -> str:
     device = " and ".join(devices) or "a device that was not recorded"
     return (
         f"{methods}, compared as in the Path-SGD paper of Neyshabur, Salakhutdinov and Srebro (2015): {net}, "
-        f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs with {study.repeats} "
-        f"seed{'s' * (study.repeats > 1)} on {device}."
+        f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs with {results.seeds} "
+        f"seed{'s' * (results.seeds != '1')} on {device}."
     )
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pathsgd import PathError
-from pathsgd.paper.analysis.claims import judge_claims
+from pathsgd.paper.analysis.claims import find_undecided, judge_claims
 from pathsgd.paper.analysis.study_tables import (
     describe_claims,
     explain_demo,
@@ -18,7 +18,8 @@ from pathsgd.paper.analysis.study_tables import (
     tabulate_results,
 )
 from pathsgd.paper.config import Cell
-from pathsgd.paper.records.run_folder import RunRecord
+from pathsgd.paper.records.json_files import write_json
+from pathsgd.paper.records.run_folder import RunFolder, RunRecord
 from pathsgd.paper.records.study_results import Choice, StepCost, StudyResults, Trial
 from support.fake_study import fake_study
 
@@ -205,6 +206,28 @@ def test_figure_1_is_judged_on_mnist_where_it_is_there(tmp_path):
         where = [c.where for c in found.comparisons if c.where.startswith("(a)")]
         assert len(where) == (1 if "mnist" in datasets else 2)
         assert found.verdict == "agrees"
+
+
+def test_further_seeds(tmp_path):
+    results = fake_study(tmp_path, datasets=("mnist",), dropouts=(0.0, 0.5), repeats=3, more_repeats=2)
+    asked = {Cell("mnist", 0.0, "balanced", name) for name in ("path-sgd", "sgd", "adagrad")}
+    assert find_undecided(results) == asked  # claim 4; with dropout the paper excepts MNIST
+    for choice in results.choices:
+        if choice.cell in asked and choice.cell.method != "adagrad":
+            runs = choice.more_runs(results.study, results.data["mnist"].checksum)
+            assert [run.seed.init for run in runs] == [3, 4]
+            for run in runs:
+                folder = RunFolder(tmp_path / "runs", run)
+                folder.begin(results.finals[choice.cell][0].lines)
+                folder.end("done", "", 1.0, False)
+    more = StudyResults.load(tmp_path)
+    assert more.seeds == "3 to 5"
+    counts = [len(c.by_seed.split(",")) for c in judge_claims(more)[3].comparisons]
+    assert counts == [5, 3]  # AdaGrad has none to pair them with
+    assert find_undecided(more) == asked, "an interrupted study ends with the same runs"
+    fewer = dataclasses.replace(results.study, more_repeats=0)
+    write_json(tmp_path / "study.json", dataclasses.asdict(fewer))
+    assert StudyResults.load(tmp_path).finals == results.finals
 
 
 def test_final_and_best_errors(tmp_path):

@@ -79,30 +79,30 @@ NARROW = (0.8, 1.0, 1.2)  # s = 0.2: from 0.50 to 1.50
 )
 def test_the_rule(by_seed, bounds, verdict):
     assert effect(*by_seed, **bounds).verdict == verdict
-    assert compare("here", effect(*by_seed, **bounds)).verdict == verdict
+    assert compare("here", [], effect(*by_seed, **bounds)).verdict == verdict
 
 
 def test_one_of_two_effects_is_enough_to_agree_and_both_are_needed_to_disagree():
     good, open_, bad = (effect(*NARROW, above=bound) for bound in (0.4, 0.6, 1.6))
-    assert compare("", bad, good).verdict == "agrees"
-    assert compare("", bad, open_).verdict == "cannot be told"
-    assert compare("", bad, bad).verdict == "disagrees"
+    assert compare("", [], bad, good).verdict == "agrees"
+    assert compare("", [], bad, open_).verdict == "cannot be told"
+    assert compare("", [], bad, bad).verdict == "disagrees"
 
 
-def test_two_more_seeds_are_asked_for_where_half_the_interval_would_tell():
+def test_more_seeds_are_asked_for_where_half_the_interval_would_tell():
     # WIDE is from -0.24 to 2.24, half of that from 0.38 to 1.62.
-    assert compare("", effect(*WIDE, above=0.3)).note == "two more seeds may tell"
-    assert compare("", effect(*WIDE, above=0.4)).note == ""
-    assert compare("", effect(*WIDE, above=-1.0)).note == ""  # told already
-    assert compare("", effect(1.0, above=0.3)).note == ""
-    assert compare("", effect(*WIDE, above=0.3), counts=False).note == (
-        "not part of the claim, two more seeds may tell"
+    assert compare("", [], effect(*WIDE, above=0.3)).note == "more seeds may tell"
+    assert compare("", [], effect(*WIDE, above=0.4)).note == ""
+    assert compare("", [], effect(*WIDE, above=-1.0)).note == ""  # told already
+    assert compare("", [], effect(1.0, above=0.3)).note == ""
+    assert compare("", [], effect(*WIDE, above=0.3), counts=False).note == (
+        "not part of the claim, more seeds may tell"
     )
 
 
 def test_what_is_said():
     ratio = Effect("epochs ratio", ("Path-SGD", "SGD"), [math.log(2), math.log(2)], below=0.0)
-    found = compare("mnist", ratio)
+    found = compare("mnist", [], ratio)
     assert (found.measured, found.by_seed, found.agrees_if) == ("epochs ratio 2 (2 to 2)", "2, 2", "below 1")
     assert effect(0.01).describe() == "test error, points 1.00, one seed: no interval"
     assert effect(INF, -INF, 0.01).describe() == "one diverged in 1 and other diverged in 1 of 3 seeds"
@@ -111,7 +111,7 @@ def test_what_is_said():
     )
     assert effect(NAN, NAN).describe() == "both diverged in every seed"
     assert effect(1.0, above=-0.005, below=0.005).describe_bounds() == "from -0.50 to 0.50"
-    twice = compare("", effect(INF, INF, above=0.0), effect(INF, INF, above=1.0))
+    twice = compare("", [], effect(INF, INF, above=0.0), effect(INF, INF, above=1.0))
     assert twice.measured == "one diverged in 2 of 2 seeds"
 
 

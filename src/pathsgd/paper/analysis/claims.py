@@ -92,6 +92,13 @@ def judge_claims(results: StudyResults) -> list[Claim]:
     ]
 
 
+def find_undecided(results: StudyResults) -> set[Cell]:
+    """Cells of which further seeds may decide a verdict, by the first seeds alone, whatever else was run."""
+    finals = {cell: runs[: results.study.repeats] for cell, runs in results.finals.items()}
+    claims = judge_claims(dataclasses.replace(results, finals=finals))
+    return {cell for claim in claims for c in claim.comparisons if c.counts for cell in c.undecided}
+
+
 def _judge(number: int, comparisons: Iterable[Comparison], not_run: list[str]) -> Claim:
     rows = list(comparisons)
     found = {row.verdict for row in rows if row.counts}
@@ -115,8 +122,9 @@ def _pair_up(results: StudyResults, first: Cell, second: Cell) -> list[Pair]:
     """The runs of each seed; nothing if one of the cells was not run."""
     if first not in results.finals or second not in results.finals:
         return []
-    none: list[RunRecord | None] = [None] * results.study.repeats
-    return list(zip(results.finals[first] or none, results.finals[second] or none, strict=True))
+    none: list[RunRecord | None] = [None] * (results.study.repeats + results.study.more_repeats)
+    # One of them may have further seeds that the other has not.
+    return list(zip(results.finals[first] or none, results.finals[second] or none, strict=False))
 
 
 def _where(dataset: str, dropout: float, what: str) -> str:
@@ -128,11 +136,12 @@ def _same_curves(results: StudyResults) -> Iterator[Comparison]:
         if cell.init != "balanced" or not METHODS[cell.method].invariant:
             continue
         counts, where = cell.method == PATH, _where(cell.dataset, cell.dropout, METHODS[cell.method].label)
-        pairs = _pair_up(results, dataclasses.replace(cell, init="unbalanced"), cell)
+        cells = dataclasses.replace(cell, init="unbalanced"), cell
+        pairs = _pair_up(results, *cells)
         if pairs:
             gaps = measure(pairs, _mean_gap)
             effect = Effect("test error, points", UNBALANCED_FIRST, gaps, -SAME, SAME, ratio=False)
-            yield compare(f"{where}, unbalanced - balanced, all epochs", effect, counts=counts)
+            yield compare(f"{where}, unbalanced - balanced, all epochs", cells, effect, counts=counts)
         if cell in results.exact:
             equal = results.exact[cell].lines == own[0].lines
             said = "equal bit for bit" if equal else "NOT equal"
@@ -146,12 +155,13 @@ def _mean_gap(first: RunRecord, second: RunRecord) -> float:
 
 def _harm(results: StudyResults, methods: Sequence[str], dropouts: Sequence[float]) -> Iterator[Comparison]:
     for dataset, dropout, method in itertools.product(results.study.datasets, dropouts, methods):
-        cell = Cell(dataset, dropout, "unbalanced", method)
-        pairs = _pair_up(results, cell, dataclasses.replace(cell, init="balanced"))
+        cells = [Cell(dataset, dropout, init, method) for init in ("unbalanced", "balanced")]
+        pairs = _pair_up(results, *cells)
         if pairs:
             errors, losses = (measure(pairs, _log_ratio_of(name)) for name in ("test_error", "train_loss"))
             yield compare(
                 _where(dataset, dropout, f"{METHODS[method].label}, unbalanced / balanced"),
+                cells,
                 Effect("test error ratio", UNBALANCED_FIRST, errors, above=math.log(HURT)),
                 Effect("training loss ratio", UNBALANCED_FIRST, losses, above=math.log(HURT_LOSS)),
             )
@@ -166,7 +176,7 @@ def _speed(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Compari
         found = measure(pairs, lambda own, other: log_ratio(*count_epochs(own, other)))
         effect = Effect("epochs ratio", ("Path-SGD", label), found, below=0.0)
         where = _where(cell.dataset, cell.dropout, f"Path-SGD / {label}")
-        yield compare(where, effect, counts=_counts(cell))
+        yield compare(where, _with_path(cell), effect, counts=_counts(cell))
 
 
 def _errors(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Comparison]:
@@ -176,16 +186,20 @@ def _errors(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Compar
         above, below = (0.0, SLIGHTLY) if slightly else (-math.inf, 0.0)
         effect = Effect("test error, points", ("Path-SGD", label), found, above, below, ratio=False)
         where = _where(cell.dataset, cell.dropout, f"Path-SGD - {label}")
-        yield compare(where, effect, counts=_counts(cell))
+        yield compare(where, _with_path(cell), effect, counts=_counts(cell))
 
 
 def _find_rivals(results: StudyResults, dropouts: Sequence[float]) -> Iterator[tuple[Cell, str, list[Pair]]]:
     """The cell of each rival, its label, and pairs of Path-SGD and the rival, balanced."""
     for dataset, dropout, rival in itertools.product(results.study.datasets, dropouts, RIVALS):
         cell = Cell(dataset, dropout, "balanced", rival)
-        pairs = _pair_up(results, dataclasses.replace(cell, method=PATH), cell)
+        pairs = _pair_up(results, *_with_path(cell))
         if pairs:
             yield cell, METHODS[rival].label, pairs
+
+
+def _with_path(rival: Cell) -> tuple[Cell, Cell]:
+    return dataclasses.replace(rival, method=PATH), rival
 
 
 def _counts(cell: Cell) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pathsgd.paper.analysis.statistics import Interval, confidence_interval
+from pathsgd.paper.config import Cell
 from pathsgd.paper.records.run_folder import RunRecord
 
 Verdict = Literal["agrees", "disagrees", "cannot be told", "not tested"]
@@ -28,8 +29,9 @@ class Comparison:
         by_seed: The effect in each seed.
         agrees_if: What the paper says of it.
         verdict: ``agrees``, ``disagrees`` or ``cannot be told``.
-        note: Why it does not count for the claim, or that two more seeds may decide it.
+        note: Why it does not count for the claim, or that more seeds may decide it.
         counts: Whether it counts for the claim.
+        undecided: The cells of which more seeds may decide it.
     """
 
     where: str
@@ -39,6 +41,7 @@ class Comparison:
     verdict: Verdict
     note: str = ""
     counts: bool = True
+    undecided: tuple[Cell, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,22 +146,23 @@ def log_ratio(first: float, second: float) -> float:
     return math.log(max(first, ALMOST_ZERO) / max(second, ALMOST_ZERO))
 
 
-def compare(where: str, *effects: Effect, counts: bool = True) -> Comparison:
+def compare(where: str, cells: Sequence[Cell], *effects: Effect, counts: bool = True) -> Comparison:
     """Agrees if one of the effects does, and disagrees if all of them do."""
     found = {effect.verdict for effect in effects}
     verdict: Verdict = "agrees" if "agrees" in found else "cannot be told"
     if found == {"disagrees"}:
         verdict = "disagrees"
     close = verdict == "cannot be told" and any(effect.is_close for effect in effects)
-    notes = [NOT_COUNTED] * (not counts) + ["two more seeds may tell"] * close
+    notes = [NOT_COUNTED] * (not counts) + ["more seeds may tell"] * close
     measured = dict.fromkeys(effect.describe() for effect in effects)  # who diverged is said once
     seeds = dict.fromkeys(effect.describe_seeds() for effect in effects)
     bounds = [effect.describe_bounds() for effect in effects]
     if len(effects) > 1:
         bounds = [f"{effect.name} {bound}" for effect, bound in zip(effects, bounds, strict=True)]
     agrees_if = " or ".join(bounds)
+    undecided = tuple(cells) if close else ()
     return Comparison(
-        where, "; ".join(measured), "; ".join(seeds), agrees_if, verdict, ", ".join(notes), counts
+        where, "; ".join(measured), "; ".join(seeds), agrees_if, verdict, ", ".join(notes), counts, undecided
     )
 
 

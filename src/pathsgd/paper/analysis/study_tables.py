@@ -82,9 +82,9 @@ def tabulate_results(results: StudyResults) -> Table:
         "epochs; those in training are measured on each batch before its step. The best test error is the "
         "lowest after any epoch, which only the test set itself can choose."
     )
-    if study.repeats > 1:
+    if results.seeds != "1":
         note += (
-            f" Means over those of {study.repeats} seeds that did not diverge, from the least to the largest."
+            f" Means over those of {results.seeds} seeds that did not diverge, from the least to the largest."
         )
     return Table("Results", head, rows, note)
 

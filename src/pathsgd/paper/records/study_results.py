@@ -88,6 +88,10 @@ class Choice:
         runs = study.final_runs(self.cell, data, self.step_size)
         return [*runs, exact] if exact else runs
 
+    def more_runs(self, study: Study, data: str) -> list[Run]:
+        """Those with further seeds, for a verdict that hangs on their number."""
+        return [] if self.step_size is None else study.final_runs(self.cell, data, self.step_size, more=True)
+
     def to_json(self) -> dict[str, Any]:
         """The choice as plain data."""
         return dataclasses.asdict(self)
@@ -152,7 +156,8 @@ class StudyResults:
         study: Its configuration.
         data: The data sets as they were loaded.
         choices: The step size of every cell.
-        finals: The final runs of each cell, one for each repeat; none where no step size ended well.
+        finals: The final runs of each cell, one for each repeat, and the further ones that were run; none
+            where no step size ended well.
         exact: For balanced cells of invariant methods the first final run again, rescaled by powers of two.
         manifests: How and where the runs were trained.
         cost: The time of a step; None if it was not measured.
@@ -168,6 +173,12 @@ class StudyResults:
     manifests: list[Manifest]
     cost: StepCost | None = None
     unfinished: tuple[str, ...] = ()
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds the cells have: ``3``, or ``3 to 5``."""
+        counts = sorted({len(runs) for runs in self.finals.values() if runs}) or [0]
+        return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
     @classmethod
     def load(cls, out: Path) -> StudyResults:
@@ -196,9 +207,12 @@ class StudyResults:
             data = {name: data[name] for name in study.datasets}
         finals: dict[Cell, list[RunRecord]] = {}
         exact: dict[Cell, RunRecord] = {}
-        for cell in (choice.cell for choice in choices):
+        for choice in choices:
+            cell = choice.cell
             records = [read_record(out / "runs" / run.name) for run in runs_of[cell]]
+            more = (out / "runs" / run.name for run in choice.more_runs(study, data[cell.dataset].checksum))
             finals[cell] = records[: study.repeats]
+            finals[cell] += [read_record(path) for path in more if (path / "result.json").exists()]
             if len(records) > study.repeats:
                 exact[cell] = records[-1]
         path = out / "cost.json"
