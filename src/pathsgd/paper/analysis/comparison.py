@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pathsgd.paper.analysis.statistics import Interval, confidence_interval
@@ -41,7 +41,7 @@ class Comparison:
     verdict: Verdict
     note: str = ""
     counts: bool = True
-    undecided: tuple[Cell, ...] = ()
+    undecided: list[Cell] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def compare(where: str, cells: Sequence[Cell], *effects: Effect, counts: bool = 
     if len(effects) > 1:
         bounds = [f"{effect.name} {bound}" for effect, bound in zip(effects, bounds, strict=True)]
     agrees_if = " or ".join(bounds)
-    undecided = tuple(cells) if close else ()
+    undecided = list(cells) if close else []
     return Comparison(
         where, "; ".join(measured), "; ".join(seeds), agrees_if, verdict, ", ".join(notes), counts, undecided
     )
