@@ -8,14 +8,16 @@ from html.parser import HTMLParser
 import pytest
 
 from pathsgd.paper.analysis.claims import Claim
+from pathsgd.paper.analysis.comparison import state
 from pathsgd.paper.analysis.study_tables import Table
 from pathsgd.paper.html_report import write_report
 
 TABLES = [Table("Errors & <b>more</b>", ["method", "error"], [["SGD", "1.2%"], ["<i>x</i>", "3%"]], "a < b")]
 CLAIMS = [
-    Claim(1, "The same curves.", "held", ["largest difference 0 < 1"]),
-    Claim(2, "<em>hurts</em>", "not held", []),
-    Claim(3, "Faster.", "not tested", []),
+    Claim(1, "The same curves.", "agrees", [state("here & there", "0 < 1", "<1>", True)], []),
+    Claim(2, "<em>hurts</em>", "disagrees", [], []),
+    Claim(3, "Faster.", "cannot be told", [], []),
+    Claim(4, "Lower.", "not tested", [], ["Ada<b>Grad"]),
 ]
 VOID = {"meta", "img"}
 
@@ -56,9 +58,12 @@ def test_the_report_holds_everything(content):
     assert len(images) == 5
     assert all(source.startswith("data:image/svg+xml;base64,") for source in images)
     badges = [attributes["class"] for tag, attributes in page.tags if "badge" in attributes.get("class", "")]
-    assert set(badges) == {"badge held", "badge not-held", "badge not-tested"}
+    assert set(badges) == {
+        f"badge {name}" for name in ("agrees", "disagrees", "cannot-be-told", "not-tested")
+    }
     for text in (
-        "largest difference 0 < 1", "Errors & <b>more</b>", "a < b", "2.13%", "epoch 7", "diverged",
+        "here & there", "0 < 1", "<1>", "Not run: Ada<b>Grad.", "Errors & <b>more</b>", "a < b", "2.13%",
+        "epoch 7", "diverged",
         "stopped", "no step size ended well", "the loss was not finite in epoch 4", "CPU & more", "2.x<y>",
         "not known", "0123456789abcdef", "MNIST", "search epochs",
     ):  # fmt: skip

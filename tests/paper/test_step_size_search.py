@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+import pytest
+
+from pathsgd.paper.analysis.study_tables import tabulate_choices
+from pathsgd.paper.config import Study
+from pathsgd.paper.config_json import from_json
+from pathsgd.paper.progress import Progress
+from pathsgd.paper.records.json_files import read_json
 from pathsgd.paper.records.run_folder import RunRecord
-from pathsgd.paper.step_size_search import choose_winner, find_resumable
+from pathsgd.paper.records.study_results import Choice, DataInfo
+from pathsgd.paper.step_size_search import choose_winner, find_resumable, search_step_sizes
 from support.short_runs import SMALL
 
 
@@ -32,3 +41,27 @@ def test_stopped_runs_are_carried_on_only_if_nothing_learned():
     assert find_resumable([stopped, hopeless], classes=10) == [stopped]
     assert find_resumable([stopped, recorded(1e-3, errors=(0.7, 0.6, 0.5))], classes=10) == [stopped]
     assert find_resumable([stopped, diverged], classes=10) == [stopped]
+
+
+@pytest.mark.parametrize(
+    ("step_sizes", "best", "beyond"),
+    [((1.0, 0.1, 0.01), 1.0, 10.0), ((0.01, 1.0, 0.1), 0.1, None), ((1.0, 0.1), 1.0, None)],
+)
+def test_beyond_the_largest_one_more_is_shown_and_not_used(tmp_path, step_sizes, best, beyond):
+    study = Study(methods=("sgd",), inits=("balanced",), dropouts=(0.0,), step_sizes=step_sizes)
+    trained = []
+
+    def train_all(title, runs):
+        trained.extend(run.step_size for run in runs)
+        errors = {best: 0.2, beyond: 0.1}  # the one beyond would win
+        return {run: recorded(run.step_size, errors=[errors.get(run.step_size, 0.3)]) for run in runs}
+
+    queue = SimpleNamespace(out=tmp_path, train_all=train_all, progress=Progress())
+    infos = {"digits": DataInfo("x", (64,), 10, 1442, 355)}
+    (choice,) = search_step_sizes(study, infos, queue)
+    assert trained == [*step_sizes, *([beyond] if beyond else [])]
+    assert choice.step_size == best
+    assert from_json(Choice, read_json(tmp_path / "choices.json")[0], "") == choice
+    table = str(tabulate_choices([choice]))
+    assert ("(10.00%)" in table, "the largest won" in table) == (bool(beyond), bool(beyond))
+    assert ("the largest tried; 10: 10.00%" in str(choice)) is bool(beyond)

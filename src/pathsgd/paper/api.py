@@ -14,7 +14,7 @@ import torch
 from pathsgd import PathError
 from pathsgd.console.devices import find_device
 from pathsgd.console.optional_imports import import_optional
-from pathsgd.paper.analysis.claims import judge_claims
+from pathsgd.paper.analysis.claims import find_undecided, judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
 from pathsgd.paper.analysis.study_tables import make_tables
 from pathsgd.paper.config import Run, Setup, Study, StudySetup
@@ -171,12 +171,13 @@ def reproduce(
         ...     step_sizes=(0.1,),
         ...     search_epochs=2,
         ...     epochs=2,
+        ...     repeats=2,
         ...     validation=300,
         ... )
         >>> with tempfile.TemporaryDirectory() as out:
         ...     results = reproduce(study, out, figures=False)
         ...     judge_claims(results)[0].verdict  # the same curves from a rescaled start
-        'held'
+        'agrees'
     """
     setup = setup or StudySetup()
     if figures:
@@ -187,6 +188,17 @@ def reproduce(
         choices = search_step_sizes(study, infos, queue)
         finals = [run for c in choices for run in c.final_runs(study, infos[c.cell.dataset].checksum)]
         queue.train_all("final runs", finals)
+        if study.more_repeats:
+            undecided = find_undecided(StudyResults.load(queue.out))
+            queue.train_all(
+                "further seeds",
+                [
+                    run
+                    for c in choices
+                    if c.cell in undecided
+                    for run in c.more_runs(study, infos[c.cell.dataset].checksum)
+                ],
+            )
         queue.progress.message("timing a step")
         cost = measure_step_cost(study, infos[study.datasets[0]], queue.device)
         write_json(queue.out / "cost.json", dataclasses.asdict(cost))

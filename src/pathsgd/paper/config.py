@@ -198,6 +198,8 @@ class Study:
     """training points kept out for choosing a step size"""
     repeats: int = 1
     """final runs of each kind, with other seeds each time"""
+    more_repeats: int = 0
+    """further final runs of those of which a verdict cannot be told and hangs on the number of seeds"""
     p: float = 2.0
     """order of the path norm"""
     centre: bool = True
@@ -222,6 +224,8 @@ class Study:
             raise PathError(f"Invalid net: {self.net!r} (mlp or conv; only single runs take one of your own)")
         if self.repeats < 1:
             raise PathError(f"Invalid number of repeats: {self.repeats} (at least 1)")
+        if self.more_repeats < 0:
+            raise PathError(f"Invalid number of more repeats: {self.more_repeats} (at least 0)")
         if not self.validation:
             raise PathError("a study needs validation points to choose step sizes: --validation")
         list(self.all_search_runs())  # makes every run, and so checks every number
@@ -248,10 +252,11 @@ class Study:
             for size in self.step_sizes
         ]
 
-    def final_runs(self, cell: Cell, data: str, step_size: float) -> list[Run]:
-        """The runs on all the training data, one for each repeat."""
+    def final_runs(self, cell: Cell, data: str, step_size: float, more: bool = False) -> list[Run]:
+        """The runs on all the training data, one for each repeat; or, if ``more``, the further ones."""
         run = self._run(cell, data, step_size)
-        return [replace(run, seed=self._seeds(k)) for k in range(self.repeats)]
+        first, last = (self.repeats, self.repeats + self.more_repeats) if more else (0, self.repeats)
+        return [replace(run, seed=self._seeds(k)) for k in range(first, last)]
 
     def exact_run(self, cell: Cell, data: str, step_size: float) -> Run | None:
         """The first final run from weights rescaled by powers of two, which rounds nothing.

@@ -10,8 +10,9 @@ from typing import Any
 
 from pathsgd.console.files import write_atomically
 from pathsgd.console.optional_imports import import_optional
-from pathsgd.paper.analysis.claims import AGAINST, Claim
-from pathsgd.paper.analysis.study_tables import Table, tabulate_choices
+from pathsgd.paper.analysis.claims import Claim
+from pathsgd.paper.analysis.statistics import LAST
+from pathsgd.paper.analysis.study_tables import COMPARISON_HEAD, Table, explain_demo, tabulate_choices
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.style import format_size, title_of
 from pathsgd.paper.optimizers import METHODS
@@ -39,7 +40,10 @@ def write_report(
         study=study,
         claims=claims,
         verdicts=Counter(claim.verdict for claim in claims),
-        against=AGAINST,
+        comparison_head=COMPARISON_HEAD,
+        demo=explain_demo(results),
+        last=LAST,
+        unfinished=list(map(title_of, results.unfinished)),
         figures=[_embed(name, results, figures) for name in dict.fromkeys(path.stem for path in figures)],
         tables=tables,
         search=tabulate_choices(results.choices),
@@ -67,7 +71,8 @@ def _lede(results: StudyResults) -> str:
     device = " and ".join(devices) or "a device that was not recorded"
     return (
         f"{methods}, compared as in the Path-SGD paper of Neyshabur, Salakhutdinov and Srebro (2015): {net}, "
-        f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs on {device}."
+        f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs with {results.seeds} "
+        f"seed{'s' * (results.seeds != '1')} on {device}."
     )
 
 

@@ -2,7 +2,8 @@
 
 Only runs that went to their end can win. A run that diverged is recorded and loses. A run that was stopped
 because it had learned nothing loses to a run that is clearly ahead; if none is, the stopped ones are resumed
-before the winner is chosen.
+before the winner is chosen. Where the largest step size wins, one ten times as large is tried and shown; it
+is not used, since it is not of the paper's grid.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathsgd.paper.config import Study
 from pathsgd.paper.records.json_files import write_json
 from pathsgd.paper.records.run_folder import RunRecord
-from pathsgd.paper.records.study_results import Choice, DataInfo, Trial
+from pathsgd.paper.records.study_results import Choice, DataInfo, Trial, is_edge
 from pathsgd.paper.run_queue import RunQueue
 
 CLEARLY_AHEAD = 0.5
@@ -32,11 +33,21 @@ def search_step_sizes(study: Study, infos: Mapping[str, DataInfo], queue: RunQue
     if resumed:
         queue.progress.message(f"{len(resumed)} runs that were stopped are resumed: nothing is clearly ahead")
         records |= queue.train_all("stopped runs resumed", list(resumed.values()))
+    tried = {cell: [records[resumed.get(run, run)] for run in own] for cell, own in runs_of.items()}
+    winners = {cell: choose_winner(own) for cell, own in tried.items()}
+    largest = max(study.step_sizes)
+    beyond = {
+        cell: dataclasses.replace(runs_of[cell][0], step_size=10 * largest)
+        for cell, winner in winners.items()
+        if winner is not None and is_edge(largest, study.step_sizes) and winner.run.step_size == largest
+    }
+    if beyond:
+        records |= queue.train_all("a step size beyond the largest", list(beyond.values()))
     choices = []
-    for cell, own in runs_of.items():
-        tried = [records[resumed.get(run, run)] for run in own]
-        winner = choose_winner(tried)
-        choices.append(Choice(cell, winner.run.step_size if winner else None, list(map(_trial, tried))))
+    for cell, winner in winners.items():
+        shown = _trial(records[beyond[cell]]) if cell in beyond else None
+        size = winner.run.step_size if winner else None
+        choices.append(Choice(cell, size, list(map(_trial, tried[cell])), shown))
         queue.progress.message(str(choices[-1]))
     write_json(queue.out / "choices.json", [choice.to_json() for choice in choices])
     return choices

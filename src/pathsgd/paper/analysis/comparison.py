@@ -1,78 +1,172 @@
-"""Path-SGD compared with its rivals, all from a balanced start: which is faster, which ends lower."""
+"""One comparison behind a claim: an effect in every seed, its interval, and what the paper says of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pathsgd.paper.analysis.statistics import LossRace, MeanAndRange, race_to_loss, summarize_last
+from pathsgd.paper.analysis.statistics import Interval, confidence_interval
 from pathsgd.paper.config import Cell
-from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.records.study_results import StudyResults
+from pathsgd.paper.records.run_folder import RunRecord
 
-PATH, RIVALS = "path-sgd", ("sgd", "adagrad")
+Verdict = Literal["agrees", "disagrees", "cannot be told", "not tested"]
+Pair = tuple[RunRecord | None, RunRecord | None]
+"""Two runs of one seed; None where no step size ended well."""
+NOT_COUNTED = "not part of the claim"
+ALMOST_ZERO = 1e-12
+"""Errors and losses below it count as this in ratios."""
 
 
 @dataclass(frozen=True)
-class RivalComparison:
-    """Path-SGD and its rivals on one data set, balanced."""
+class Comparison:
+    """A row of the table of all comparisons.
 
-    races: dict[str, LossRace | None]
-    """With each rival; None if one of the two diverged, or has no step size that ended well."""
-    errors: dict[str, MeanAndRange]
-    noise: float
-    """How far the test errors of Path-SGD and of its rescaled copy end apart, which is rounding alone."""
+    Attributes:
+        where: Data set, dropout and what is compared.
+        measured: The mean effect with its 95% confidence interval over the seeds.
+        by_seed: The effect in each seed.
+        agrees_if: What the paper says of it.
+        verdict: ``agrees``, ``disagrees`` or ``cannot be told``.
+        note: Why it does not count for the claim, or that more seeds may decide it.
+        counts: Whether it counts for the claim.
+        undecided: The cells of which more seeds may decide it.
+    """
+
+    where: str
+    measured: str
+    by_seed: str
+    agrees_if: str
+    verdict: Verdict
+    note: str = ""
+    counts: bool = True
+    undecided: list[Cell] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How the first run of a pair differs from the second, seed by seed.
+
+    Args:
+        name: What is measured.
+        names: Of the first and the second run.
+        by_seed: The logarithm of a ratio, or a difference of errors: inf where the first of a pair diverged,
+            -inf where the second did, nan where both did.
+        above: The paper says that the effect is above this,
+        below: and below this.
+        ratio: Whether it is the logarithm of a ratio.
+    """
+
+    name: str
+    names: tuple[str, str]
+    by_seed: list[float]
+    above: float = -math.inf
+    below: float = math.inf
+    ratio: bool = True
 
     @property
-    def ended(self) -> bool:
-        return not math.isnan(self.errors[PATH].mean)
+    def interval(self) -> Interval | None:
+        """None for fewer than two seeds that count, or where only some of them have diverged."""
+        counted = [d for d in self.by_seed if not math.isnan(d)]
+        if not any(map(math.isinf, counted)):
+            return confidence_interval(counted)
+        alike = len(counted) > 1 and len(set(counted)) == 1
+        return Interval(counted[0], counted[0], counted[0]) if alike else None
 
     @property
-    def is_faster(self) -> bool:
-        return self.ended and all(race is None or race.own < race.other for race in self.races.values())
+    def verdict(self) -> Verdict:
+        return self._judge(self.interval)
 
     @property
-    def is_better(self) -> bool:
-        own = self.errors[PATH].mean
-        return self.ended and not any(self.errors[name].mean <= own for name in RIVALS)
+    def is_close(self) -> bool:
+        """Whether an interval half as wide would decide what this one does not."""
+        found = self.interval
+        return found is not None and self.verdict == "cannot be told" != self._judge(found.halved())
 
-    def describe_epochs(self) -> str:
-        parts = []
-        for name, race in self.races.items():
-            loser = name if self.ended else PATH
-            missing = f"{METHODS[loser].label} {self.errors[loser].missing}"
-            parts.append(f"{METHODS[name].label}: {race or missing}")
-        return "epochs to the lowest training loss both reach: " + "; ".join(parts)
+    def _judge(self, found: Interval | None) -> Verdict:
+        if found is None:
+            return "cannot be told"
+        if found.high < self.above or found.low > self.below:
+            return "disagrees"
+        inside = found.low > self.above or self.above == -math.inf
+        inside = inside and (found.high < self.below or self.below == math.inf)
+        return "agrees" if inside else "cannot be told"
 
-    def describe_errors(self) -> str:
-        own = self.errors[PATH]
-        text = "test error " + ", ".join(f"{METHODS[n].label} {e.percent()}" for n, e in self.errors.items())
-        close = [
-            METHODS[n].label
-            for n in RIVALS
-            if self.errors[n].least <= own.largest and own.least <= self.errors[n].largest
-        ]
-        if close and any(error.least < error.largest for error in self.errors.values()):
-            text += f"; the seeds' ranges overlap with {' and '.join(close)}"
-        near = [METHODS[n].label for n in RIVALS if abs(self.errors[n].mean - own.mean) <= self.noise]
-        if near:
-            text += (
-                f"; no farther from {' and '.join(near)} than Path-SGD from its own unbalanced start, "
-                f"{100 * self.noise:.2f} points"
-            )
-        return text
+    def describe(self) -> str:
+        """The mean with its interval, or why there is none."""
+        counted = [d for d in self.by_seed if not math.isnan(d)]
+        lost = [(name, counted.count(d)) for name, d in zip(self.names, (math.inf, -math.inf), strict=True)]
+        if any(count for _, count in lost):
+            who = " and ".join(f"{name} diverged in {count}" for name, count in lost if count)
+            return f"{who} of {len(self.by_seed)} seed{'s' * (len(self.by_seed) > 1)}"
+        if not counted:
+            return "both diverged in every seed"
+        found = self.interval
+        if found is None:
+            return f"{self.name} {self._format(counted[0])}, one seed: no interval"
+        mean, low, high = map(self._format, (found.mean, found.low, found.high))
+        return f"{self.name} {mean} ({low} to {high})"
+
+    def describe_seeds(self) -> str:
+        return ", ".join(map(self._format, self.by_seed))
+
+    def describe_bounds(self) -> str:
+        low, high = self._format(self.above), self._format(self.below)
+        if math.isfinite(self.above) and math.isfinite(self.below):
+            return f"from {low} to {high}"
+        return f"below {high}" if math.isfinite(self.below) else f"above {low}"
+
+    def _format(self, d: float) -> str:
+        if math.isnan(d):
+            return "both diverged"
+        if math.isinf(d):
+            return f"{self.names[d < 0]} diverged"
+        return f"{math.exp(min(d, 700.0)):.3g}" if self.ratio else f"{100 * d:.2f}".replace("-0.00", "0.00")
 
 
-def compare_with_rivals(results: StudyResults, dropout: float) -> dict[str, RivalComparison]:
-    """For each data set with all three methods."""
-    found = {}
-    for dataset in results.study.datasets:
-        cells = {name: Cell(dataset, dropout, "balanced", name) for name in (PATH, *RIVALS)}
-        if all(cell in results.finals for cell in cells.values()):
-            runs = {name: results.finals[cell] for name, cell in cells.items()}
-            errors = {name: summarize_last(own, "test_error") for name, own in runs.items()}
-            unbalanced = results.finals.get(Cell(dataset, dropout, "unbalanced", PATH), [])
-            twin = summarize_last(unbalanced, "test_error")
-            races = {name: race_to_loss(runs[PATH], runs[name]) for name in RIVALS}
-            found[dataset] = RivalComparison(races, errors, abs(errors[PATH].mean - twin.mean))
-    return found
+def measure(pairs: Sequence[Pair], effect: Callable[[RunRecord, RunRecord], float]) -> list[float]:
+    """The effect in each pair; a run that diverged has lost."""
+    return [_measure_pair(first, second, effect) for first, second in pairs]
+
+
+def _measure_pair(
+    first: RunRecord | None, second: RunRecord | None, effect: Callable[[RunRecord, RunRecord], float]
+) -> float:
+    done = [run for run in (first, second) if run is not None and run.status == "done"]
+    if len(done) == 2:
+        return effect(*done)
+    if not done:
+        return math.nan
+    return -math.inf if done[0] is first else math.inf
+
+
+def log_ratio(first: float, second: float) -> float:
+    """The logarithm of first / second, which may be zero."""
+    return math.log(max(first, ALMOST_ZERO) / max(second, ALMOST_ZERO))
+
+
+def compare(where: str, cells: Sequence[Cell], *effects: Effect, counts: bool = True) -> Comparison:
+    """Agrees if one of the effects does, and disagrees if all of them do."""
+    found = {effect.verdict for effect in effects}
+    verdict: Verdict = "agrees" if "agrees" in found else "cannot be told"
+    if found == {"disagrees"}:
+        verdict = "disagrees"
+    close = verdict == "cannot be told" and any(effect.is_close for effect in effects)
+    notes = [NOT_COUNTED] * (not counts) + ["more seeds may tell"] * close
+    measured = dict.fromkeys(effect.describe() for effect in effects)  # who diverged is said once
+    seeds = dict.fromkeys(effect.describe_seeds() for effect in effects)
+    bounds = [effect.describe_bounds() for effect in effects]
+    if len(effects) > 1:
+        bounds = [f"{effect.name} {bound}" for effect, bound in zip(effects, bounds, strict=True)]
+    agrees_if = " or ".join(bounds)
+    undecided = list(cells) if close else []
+    return Comparison(
+        where, "; ".join(measured), "; ".join(seeds), agrees_if, verdict, ", ".join(notes), counts, undecided
+    )
+
+
+def state(where: str, measured: str, agrees_if: str, holds: bool, counts: bool = True) -> Comparison:
+    """A fact without seeds."""
+    verdict: Verdict = "agrees" if holds else "disagrees"
+    return Comparison(where, measured, "", agrees_if, verdict, "" if counts else NOT_COUNTED, counts)

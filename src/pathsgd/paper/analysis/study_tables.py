@@ -5,16 +5,27 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from pathsgd.console.tables import align
 from pathsgd.paper.analysis.claims import Claim, judge_claims
-from pathsgd.paper.analysis.statistics import summarize_last
+from pathsgd.paper.analysis.statistics import LAST, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.records.study_results import Choice, StudyResults, Trial
+from pathsgd.paper.records.study_results import Choice, StudyResults
 
 CELL_HEAD = ["data set", "dropout", "start", "method"]
+COMPARISON_HEAD = ["compared", "mean and 95% interval", "each seed", "agrees if", "verdict"]
+
+DEMO = (
+    "What the verdicts mean: each says whether a small network on 1797 small images shows what the paper saw "
+    'with large networks on large data sets; none is a test of the library. Expect "disagrees" and '
+    '"cannot be told" for claims 2 to 6, since every method soon learns these images and seeds differ as '
+    "much as methods, and for claim 7, since the steps of so small a network are mostly overhead. Claim 1 is "
+    "what Path-SGD promises everywhere: it trains alike from weights that are rescaled without changing what "
+    "the network computes."
+)
 
 
 @dataclass(frozen=True)
@@ -47,26 +58,48 @@ def _tabulate_data(results: StudyResults) -> Table:
 
 def tabulate_results(results: StudyResults) -> Table:
     """The step size of every cell, and the errors it ends at."""
-    head = [*CELL_HEAD, "step size", "validation error", "training loss", "training error", "test error"]
+    head = [*CELL_HEAD, "step size", "validation error", "training loss", "training error", "test error",
+            "best test error", "diverged"]  # fmt: skip
     rows = []
     for choice in results.choices:
         best, records = choice.best, results.finals[choice.cell]
         if best is None:
             statuses = ", ".join(sorted({trial.status for trial in choice.tried}))
-            rows.append([*_cell_columns(choice.cell), "none", statuses, "", "", ""])
+            rows.append([*_cell_columns(choice.cell), "none", statuses, "", "", "", "", ""])
             continue
-        loss = summarize_last(records, "train_loss").plain()
-        errors = [summarize_last(records, name).percent() for name in ("train_error", "test_error")]
-        chosen = [f"{best.step_size:g}", f"{best.best_error:.2%}"]
-        rows.append([*_cell_columns(choice.cell), *chosen, loss, *errors])
+        done = [record for record in records if record.status == "done"]
+        numbers = [
+            format_seeds([mean_of_last(run, "train_loss") for run in done]),
+            format_seeds([100 * mean_of_last(run, "train_error") for run in done], "%"),
+            format_seeds([100 * mean_of_last(run, "test_error") for run in done], "%"),
+            format_seeds([100 * run.best[0] for run in done], "%"),
+            f"{len(records) - len(done)} of {len(records)}" if len(done) < len(records) else "",
+        ]
+        rows.append([*_cell_columns(choice.cell), f"{best.step_size:g}", f"{best.best_error:.2%}", *numbers])
     study = results.study
     note = (
-        f"After {study.epochs} epochs on all the training data; training loss and error are means over the "
-        "last epoch's batches, each measured before its step."
+        f"{study.epochs} epochs on all the training data. Loss and errors are means over the last {LAST} "
+        "epochs; those in training are measured on each batch before its step. The best test error is the "
+        "lowest after any epoch, which only the test set itself can choose."
     )
-    if study.repeats > 1:
-        note += f" Means over {study.repeats} seeds, and from the least to the largest."
+    if results.seeds != "1":
+        note += (
+            f" Means over those of {results.seeds} seeds that did not diverge, from the least to the largest."
+        )
     return Table("Results", head, rows, note)
+
+
+def format_seeds(values: Sequence[float], unit: str = "") -> str:
+    """The mean over seeds, and from the least to the largest.
+
+    >>> format_seeds([1.0, 3.0], "%"), format_seeds([2e-5, 3.1e-5]), format_seeds([2.0]), format_seeds([])
+    ('2.00% (1.00 to 3.00)', '2.5e-05 (2e-05 to 3.1e-05)', '2', '')
+    """
+    if not values:
+        return ""
+    numbers = [fmean(values), min(values), max(values)]
+    mean, least, largest = (f"{value:.2f}" if unit else f"{value:.2g}" for value in numbers)
+    return mean + unit + (f" ({least} to {largest})" if least != largest else "")
 
 
 def tabulate_choices(choices: Sequence[Choice]) -> Table:
@@ -79,6 +112,7 @@ def tabulate_choices(choices: Sequence[Choice]) -> Table:
         A table; ``print`` shows it.
 
     Example:
+        >>> from pathsgd.paper.records.study_results import Trial
         >>> tried = [Trial(0.1, "done", 0.021, 7, "", ""), Trial(1.0, "diverged", 1.0, 0, "", "")]
         >>> print(tabulate_choices([Choice(Cell("digits", 0.0, "balanced", "sgd"), 0.1, tried)]))
         Validation error by step size, the chosen one in brackets
@@ -87,33 +121,52 @@ def tabulate_choices(choices: Sequence[Choice]) -> Table:
         ------------------------------------------------------
         digits    0        balanced  SGD     diverged  [2.10%]
     """
-    sizes = sorted({trial.step_size for choice in choices for trial in choice.tried}, reverse=True)
-    rows = []
-    for choice in choices:
-        tried = {trial.step_size: _error_or_status(trial) for trial in choice.tried}
-        marked = (f"[{tried[s]}]" if s == choice.step_size else tried.get(s, "") for s in sizes)
-        rows.append([*_cell_columns(choice.cell), *marked])
+    outcomes = [_outcomes(choice) for choice in choices]
+    sizes = sorted({size for row in outcomes for size in row}, reverse=True)
+    rows = [
+        [*_cell_columns(choice.cell), *(row.get(size, "") for size in sizes)]
+        for choice, row in zip(choices, outcomes, strict=True)
+    ]
     head = [*CELL_HEAD, *(f"{size:g}" for size in sizes)]
-    return Table("Validation error by step size, the chosen one in brackets", head, rows)
+    title, beyond = (
+        "Validation error by step size, the chosen one in brackets",
+        any(c.beyond for c in choices),
+    )
+    note = "In parentheses: tried because the largest won, and not used." if beyond else ""
+    return Table(title, head, rows, note)
+
+
+def _outcomes(choice: Choice) -> dict[float, str]:
+    found = {trial.step_size: trial.outcome for trial in choice.tried}
+    if choice.best is not None:
+        found[choice.best.step_size] = f"[{choice.best.outcome}]"
+    if choice.beyond is not None:
+        found[choice.beyond.step_size] = f"({choice.beyond.outcome})"
+    return found
 
 
 def _cell_columns(cell: Cell) -> list[str]:
     return [short_name(cell.dataset), f"{cell.dropout:g}", cell.init, METHODS[cell.method].label]
 
 
-def _error_or_status(trial: Trial) -> str:
-    return f"{trial.best_error:.2%}" if trial.status == "done" else trial.status
-
-
 def describe_claims(claims: Sequence[Claim]) -> str:
-    """The claims with their verdicts and evidence, for a terminal."""
+    """The claims with their verdicts and comparisons, for a terminal."""
     lines = ["The paper's claims", ""]
     for claim in claims:
         head = f"{claim.number}. {claim.verdict.upper()}: {claim.text}"
         lines += textwrap.wrap(head, 110, subsequent_indent="   ")
-        for text in claim.evidence:
+        said = [
+            f"{c.verdict}{c.note and f' ({c.note})'}: {c.where}: {c.measured}; agrees if {c.agrees_if}"
+            for c in claim.comparisons
+        ]
+        for text in [*said, *([f"not run: {', '.join(claim.not_run)}"] if claim.not_run else [])]:
             lines += textwrap.wrap(text, 110, initial_indent="     - ", subsequent_indent="       ")
     return "\n".join(lines)
+
+
+def explain_demo(results: StudyResults) -> str:
+    """What the verdicts on the digits mean, for a newcomer; nothing for other data sets."""
+    return DEMO if results.study.datasets == ("digits",) else ""
 
 
 def summarize_study(results: StudyResults) -> str:
@@ -125,4 +178,7 @@ def summarize_study(results: StudyResults) -> str:
     Returns:
         Several lines of text.
     """
-    return "\n\n".join([*map(str, make_tables(results)), describe_claims(judge_claims(results))])
+    demo = textwrap.fill(explain_demo(results), 110)
+    unfinished = f"in progress, left out: {', '.join(results.unfinished)}" if results.unfinished else ""
+    parts = [*map(str, make_tables(results)), unfinished, describe_claims(judge_claims(results)), demo]
+    return "\n\n".join(filter(None, parts))

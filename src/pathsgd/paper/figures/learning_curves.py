@@ -70,7 +70,7 @@ def draw_learning(results: StudyResults, name: str, dropout: bool, last: int) ->
         axes.set_xlabel("epoch")
     _draw_legend(figure, results, rows, last, faint=dropout)
     epochs = f"first {last} of {study.epochs} epochs" if last < study.epochs else f"{last} epochs"
-    repeats = f"; mean of {study.repeats} runs, band: all of them" if study.repeats > 1 else ""
+    repeats = f"; mean of {results.seeds} runs, band: all of them" if results.seeds != "1" else ""
     how = "with" if dropout else "without"
     figure.suptitle(f"{name}. Learning curves {how} dropout, {epochs}{repeats}", fontsize=11)
     return figure

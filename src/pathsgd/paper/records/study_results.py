@@ -11,6 +11,7 @@ runs/          a folder for each run
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ class Trial:
     reason: str
     run: str
 
+    @property
+    def outcome(self) -> str:
+        """The validation error, or how the run ended instead."""
+        return f"{self.best_error:.2%}" if self.status == "done" else self.status
+
+    def __str__(self) -> str:
+        return f"{self.step_size:g}: {self.outcome}"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -63,11 +72,13 @@ class Choice:
         cell: Data set, dropout, initialisation and method.
         step_size: The one with the lowest validation error; None if no run ended well.
         tried: One trial for each step size.
+        beyond: Where the largest wins, one that is ten times as large: shown and not used.
     """
 
     cell: Cell
     step_size: float | None
     tried: list[Trial]
+    beyond: Trial | None = None
 
     def final_runs(self, study: Study, data: str) -> list[Run]:
         """The runs on all the training data; for an invariant method one more, rescaled by powers of two."""
@@ -76,6 +87,10 @@ class Choice:
         exact = study.exact_run(self.cell, data, self.step_size)
         runs = study.final_runs(self.cell, data, self.step_size)
         return [*runs, exact] if exact else runs
+
+    def more_runs(self, study: Study, data: str) -> list[Run]:
+        """Those with further seeds, for a verdict that hangs on their number."""
+        return [] if self.step_size is None else study.final_runs(self.cell, data, self.step_size, more=True)
 
     def to_json(self) -> dict[str, Any]:
         """The choice as plain data."""
@@ -100,9 +115,16 @@ class Choice:
     def _edge(self) -> str:
         """A note where a better step size may lie outside of those tried."""
         sizes = [trial.step_size for trial in self.tried]
-        if len(sizes) < 3 or self.step_size not in (min(sizes), max(sizes)):
+        if self.step_size is None or not is_edge(self.step_size, sizes):
             return ""
-        return ", the largest tried" if self.step_size == max(sizes) else ", the smallest tried"
+        if self.step_size == min(sizes):
+            return ", the smallest tried"
+        return ", the largest tried" + (f"; {self.beyond}" if self.beyond else "")
+
+
+def is_edge(size: float, sizes: Sequence[float]) -> bool:
+    """Whether a better one may lie outside; of one or two each is an edge, which says nothing."""
+    return len(sizes) > 2 and size in (min(sizes), max(sizes))
 
 
 def describe(of: Cell | Run) -> str:
@@ -127,17 +149,19 @@ class StepCost:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A finished study.
+    """A study, or those of its data sets that are finished.
 
     Attributes:
         out: Its folder.
         study: Its configuration.
         data: The data sets as they were loaded.
         choices: The step size of every cell.
-        finals: The final runs of each cell, one for each repeat; none where no step size ended well.
+        finals: The final runs of each cell, one for each repeat, and the further ones that were run; none
+            where no step size ended well.
         exact: For balanced cells of invariant methods the first final run again, rescaled by powers of two.
         manifests: How and where the runs were trained.
         cost: The time of a step; None if it was not measured.
+        unfinished: Data sets of the study that have runs to go. They are left out of all the rest.
     """
 
     out: Path
@@ -148,6 +172,13 @@ class StudyResults:
     exact: dict[Cell, RunRecord]
     manifests: list[Manifest]
     cost: StepCost | None = None
+    unfinished: tuple[str, ...] = ()
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds the cells have: ``3``, or ``3 to 5``."""
+        counts = sorted({len(runs) for runs in self.finals.values() if runs}) or [0]
+        return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
     @classmethod
     def load(cls, out: Path) -> StudyResults:
@@ -168,24 +199,42 @@ class StudyResults:
         if not path.exists():
             raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
         choices = [from_json(Choice, one, str(path)) for one in read_json(path, list)]
+        runs_of = {c.cell: c.final_runs(study, data[c.cell.dataset].checksum) for c in choices}
+        unfinished = _find_unfinished(out, runs_of)
+        if unfinished:
+            study = _leave_out(unfinished, study, out)
+            choices = [choice for choice in choices if choice.cell.dataset in study.datasets]
+            data = {name: data[name] for name in study.datasets}
         finals: dict[Cell, list[RunRecord]] = {}
         exact: dict[Cell, RunRecord] = {}
         for choice in choices:
-            runs = choice.final_runs(study, data[choice.cell.dataset].checksum)
-            records = [_read_final(out, run) for run in runs]
-            finals[choice.cell] = records[: study.repeats]
+            cell = choice.cell
+            records = [read_record(out / "runs" / run.name) for run in runs_of[cell]]
+            more = (out / "runs" / run.name for run in choice.more_runs(study, data[cell.dataset].checksum))
+            finals[cell] = records[: study.repeats]
+            finals[cell] += [read_record(path) for path in more if (path / "result.json").exists()]
             if len(records) > study.repeats:
-                exact[choice.cell] = records[-1]
+                exact[cell] = records[-1]
         path = out / "cost.json"
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         manifests = read_manifests(out / "manifest.json")
-        return cls(out, study, data, choices, finals, exact, manifests, cost)
+        return cls(out, study, data, choices, finals, exact, manifests, cost, unfinished)
 
 
-def _read_final(out: Path, run: Run) -> RunRecord:
-    path = out / "runs" / run.name
-    if not (path / "result.json").exists():
+def _find_unfinished(out: Path, runs_of: dict[Cell, list[Run]]) -> tuple[str, ...]:
+    """The data sets with runs to go."""
+    to_go = (
+        cell.dataset
+        for cell, runs in runs_of.items()
+        if not all((out / "runs" / run.name / "result.json").exists() for run in runs)
+    )
+    return tuple(dict.fromkeys(to_go))
+
+
+def _leave_out(unfinished: tuple[str, ...], study: Study, out: Path) -> Study:
+    finished = tuple(name for name in study.datasets if name not in unfinished)
+    if not finished:
         raise PathError(
             f"the study in {out} has runs to go: `pathsgd reproduce` with the same options resumes it"
         )
-    return read_record(path)
+    return dataclasses.replace(study, datasets=finished)
