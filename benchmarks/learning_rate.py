@@ -1,4 +1,5 @@
-"""Which lr works: PathSGD beside SGD on the paper's network (MNIST) and on a small ResNet (CIFAR-10).
+"""Which lr works for the plain forms: PathSGD beside SGD on the paper's network (MNIST) and on a small ResNet
+(CIFAR-10). Relative steps: python -m benchmarks.transfer.
 
     python benchmarks/learning_rate.py DATA [--epochs 3] [--json FILE]
 
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pathsgd import PathAdam, PathSGD
+from pathsgd import PathNormalized, PathSGD
 from pathsgd.console.networks import ResNet
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -29,7 +30,7 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 METHODS: dict[str, Maker] = {
     "PathSGD": lambda m, x, lr: PathSGD(m, x, lr=lr),
     "PathSGD, momentum 0.9": lambda m, x, lr: PathSGD(m, x, lr=lr, momentum=0.9),
-    "PathAdam": lambda m, x, lr: PathAdam(m, x, lr=lr),
+    "PathNormalized(Adam)": lambda m, x, lr: PathNormalized(torch.optim.Adam, m, x, lr=lr),
     "SGD": lambda m, _, lr: torch.optim.SGD(m.parameters(), lr=lr),
     "SGD, momentum 0.9": lambda m, _, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9),
     "Adam": lambda m, _, lr: torch.optim.Adam(m.parameters(), lr=lr),
