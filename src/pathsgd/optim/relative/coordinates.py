@@ -26,7 +26,7 @@ NOISE = 2.0**10
 """A bias's gradient is more than this many units in the last place of its family's, or it is rounding."""
 
 DEEPEST = 12.0
-"""Layers one after the other up to which each takes the whole step: the function moves by all of them together."""
+"""Layers in sequence up to which each takes the whole step: the function moves by all of them together."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,9 @@ class Pick:
 class RelativeMeasurement:
     """Measures the relative coordinates of one graph's parameters."""
 
-    capturable = True
-
     def __init__(self, graph: PathGraph, names: Sequence[str], coordinates: Coordinates) -> None:
         self.names, self.coordinates = list(names), coordinates
+        self.capturable = coordinates == "paths"
         self.by_name = find_blocks(graph)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
