@@ -40,7 +40,7 @@ class PathNormalized(PathOptimizer):
     two copies of those parameters are held, and none between steps: other optimizers, other layers, and
     ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
 
-    With ``relative=True`` a step is a fraction of what it moves: the base optimizer works on ``u = z / size``,
+    With ``relative=True`` a step is a fraction of what it moves: the base works on ``u = z / size``,
     z being the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root
     mean square of each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it
     had, so that it turns, and its norm grows at a rate of its own. What falls back takes the same steps on

@@ -18,6 +18,7 @@ from torch import Tensor
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
 from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.views import view_tensor
 
@@ -66,7 +67,7 @@ class Block:
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""
-    units = unit_classes_of(graph)
+    units = unit_classes_of(end_at_statistics(graph))
     found: dict[str, list[Block]] = {}
     families = 0
     for group in unit_groups(graph):

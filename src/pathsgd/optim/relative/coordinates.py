@@ -16,6 +16,7 @@ from pathsgd.geometry.extended_float import exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.sizes import SizeTable
@@ -73,7 +74,7 @@ class RelativeMeasurement:
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
             name: edge
-            for name, edge in unit_classes_of(graph).parameters.items()
+            for name, edge in unit_classes_of(end_at_statistics(graph)).parameters.items()
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
         self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
@@ -96,6 +97,9 @@ class RelativeMeasurement:
                 torch.tensor(shares, dtype=torch.float64, device=self._device),
             )
         return self._picks[key]
+
+    def adapt(self, graph: PathGraph) -> PathGraph:
+        return end_at_statistics(graph)
 
     def run(
         self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None
