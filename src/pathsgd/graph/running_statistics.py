@@ -14,8 +14,9 @@ _found: weakref.WeakKeyDictionary[PathGraph, PathGraph] = weakref.WeakKeyDiction
 
 
 def end_at_statistics(graph: PathGraph) -> PathGraph:
-    """The graph in which paths end before every batch norm and begin anew after it, so that running statistics,
-    which lag behind the weights and differ between processes, do not enter. Nodes keep their numbers."""
+    """The graph in which paths end before every batch norm and begin anew after it, so that running
+    statistics, which lag behind the weights and differ between processes, do not enter. Nodes keep their
+    numbers."""
     if graph not in _found:
         _found[graph] = _end_at_statistics(graph)
     return _found[graph]
