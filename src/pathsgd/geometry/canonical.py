@@ -1,15 +1,15 @@
-"""The canonical equivalent of a network: of all its rescalings, the one in which as much arrives at every unit
-over paths as leaves it.
+"""The canonical equivalent of a network: of all its rescalings, the one in which as much arrives at every
+unit over paths as leaves it.
 
-Let ``a_in(u)`` be the l_p norm of the paths that arrive at a unit and ``a_out(u)`` that of the paths that leave
-it. A rescaling by s multiplies the first by s and divides the second by it, and no other unit's factor enters
-either of them. So the factor that makes them equal is known at once, ``c_u = sqrt(a_out / a_in)``, and
+Let ``a_in(u)`` be the l_p norm of the paths that arrive at a unit and ``a_out(u)`` that of the paths that
+leave it. A rescaling by s multiplies the first by s and divides the second by it, and no other unit's factor
+enters either of them. So the factor that makes them equal is known at once, ``c_u = sqrt(a_out / a_in)``, and
 
     z = w c_head / c_tail
 
 of every weight is the same for all rescalings of a network: another set of invariant coordinates beside
-``w sqrt(gamma)``. It has one number for each unit, so the inside of a convolution's kernel is left as it is, and
-a unit that hardly any path uses is small in z on both of its sides instead of large in its steps.
+``w sqrt(gamma)``. It has one number for each unit, so the inside of a convolution's kernel is left as it is,
+and a unit that hardly any path uses is small in z on both of its sides instead of large in its steps.
 """
 
 from __future__ import annotations

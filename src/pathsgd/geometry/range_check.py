@@ -148,8 +148,8 @@ Measure = Callable[[PoweredNetwork, RangeCheck | None], T]
 def measure_in_range(
     graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T], exponents: bool | None = None
 ) -> T:
-    """What ``measure`` finds, in plain floats or with an exponent per unit (exact at any depth and imbalance, and
-    slower). By default plain floats are tried first, and exponents if anything came near the end of their
+    """What ``measure`` finds, in plain floats or with an exponent per unit: exact at any depth and imbalance,
+    and slower. By default plain floats are tried first, and exponents if anything came near the end of their
     range."""
     network = powered_network(graph, tensors, p)
     with full_precision(network.device):

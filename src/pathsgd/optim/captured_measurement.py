@@ -54,8 +54,8 @@ class CapturedMeasurement(Generic[T]):
         return self.addresses == addresses(tensors)
 
     def replay(self) -> T | None:
-        """What is found of the weights as they are now, in the same tensors each time. None if plain floats may
-        not be enough any more: measure eagerly then."""
+        """What is found of the weights as they are now, in the same tensors each time. None if plain floats
+        may not be enough any more: measure eagerly then."""
         self.passes.replay()
         if self.extremes is not None and not self._in_range():
             return None

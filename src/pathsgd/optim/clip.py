@@ -27,7 +27,7 @@ def clip_path_grad_norm_(
         The norm before clipping.
 
     Raises:
-        TypeError: the optimizer knows no paths.
+        TypeError: the optimizer knows no paths, or its steps are relative.
         RuntimeError: a gradient is sparse, or the norm is not finite and that is an error.
 
     Example:
@@ -43,6 +43,11 @@ def clip_path_grad_norm_(
         raise TypeError(
             f"clip_path_grad_norm_ needs a PathSGD or PathNormalized, which know the paths; got "
             f"{type(optimizer).__name__}"
+        )
+    if optimizer.relative:
+        raise TypeError(
+            "relative steps do not depend on the size of gradients, so that clipping them would do nothing: "
+            "take a smaller lr"
         )
     parts: list[Tensor] = []
     grads: list[Tensor] = []

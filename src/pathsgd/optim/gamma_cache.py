@@ -47,6 +47,9 @@ class Measurement(Protocol[F]):
     capturable: bool
     """Whether :meth:`measure` alone finds it, so that a CUDA graph can."""
 
+    def adapt(self, graph: PathGraph) -> PathGraph:
+        """The graph that is measured."""
+
     def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> F: ...
 
     def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> F: ...
@@ -58,6 +61,9 @@ class GammaMeasurement:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.capturable = shared == "kappa1"
+
+    def adapt(self, graph: PathGraph) -> PathGraph:
+        return graph
 
     def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> Gammas:
         return measure_gammas(graph, tensors, p, exponents=exponents, shared=self.shared)
@@ -117,7 +123,8 @@ class GammaCache:
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
                 tensors = self.graph.tensors(self.model)
-                return measurement.run(self.graph, tensors, p, self.needs_exponents.get(key, False))
+                graph = measurement.adapt(self.graph)
+                return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
             self._found[key] = self._measure(measurement, p)
             self.needs_exponents[key] = self._found[key].exponents
@@ -142,11 +149,12 @@ class GammaCache:
             if found is not None:
                 self._captured[key] = captured
                 return found
-        found = measurement.run(self.graph, tensors, p, None)
+        graph = measurement.adapt(self.graph)
+        found = measurement.run(graph, tensors, p, None)
         self._measurements += 1
         on_gpu = all(tensor.is_cuda for tensor in tensors.values())
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
-            self._captured[key] = CapturedMeasurement(self.graph, tensors, p, measurement.measure)
+            self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
 

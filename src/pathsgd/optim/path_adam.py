@@ -14,11 +14,11 @@ from pathsgd.optim.path_normalized import PathNormalized
 
 
 class PathAdam(PathNormalized):
-    """:class:`torch.optim.AdamW` with relative steps: one learning rate for every network, whatever the scaling of
-    its units.
+    """:class:`torch.optim.AdamW` with relative steps: one learning rate for every network, whatever the
+    scaling of its units.
 
-    Every matrix and kernel turns by an angle of about ``lr``, in coordinates that a rescaling of units does not
-    change, see :class:`pathsgd.PathNormalized`. For Adam on ``h`` with absolute steps take
+    Every matrix and kernel turns by an angle of about ``lr``, in coordinates that a rescaling of units does
+    not change, see :class:`pathsgd.PathNormalized`. For Adam on ``h`` with absolute steps take
     ``PathNormalized(torch.optim.Adam, model, example_input)``.
 
     Args:

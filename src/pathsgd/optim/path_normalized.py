@@ -40,11 +40,11 @@ class PathNormalized(PathOptimizer):
     two copies of those parameters are held, and none between steps: other optimizers, other layers, and
     ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
 
-    With ``relative=True`` a step is a fraction of what it moves: the base optimizer works on ``u = z / size``, z being
-    the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root mean square of
-    each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it had, so that it
-    turns, and its norm grows at a rate of its own. What falls back takes the same steps on the weights
-    themselves. Learning rates are then angles, about 0.05, for any network.
+    With ``relative=True`` a step is a fraction of what it moves: the base works on ``u = z / size``,
+    z being the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root
+    mean square of each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it
+    had, so that it turns, and its norm grows at a rate of its own. What falls back takes the same steps on
+    the weights themselves. Learning rates are then angles, about 0.05, for any network.
 
     Args:
         optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.
@@ -59,14 +59,15 @@ class PathNormalized(PathOptimizer):
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
         implementation: as in :class:`pathsgd.PathSGD`.
         relative: whether steps are relative.
-        coordinates: of relative steps: ``"paths"``, which a rescaling does not change, or ``"weights"``, which is
-            the same form without them.
-        growth: of relative steps: how fast the scale of a region may grow, in units of ``lr``. 0 keeps all norms.
-        fallback: a second optimizer class for the parameters that are not path-normalised. It takes plain steps
-            on the weights, at ``fallback_lr``. Needs ``example_input`` or ``graph``.
-        fallback_lr: the step size of these parameters; without ``fallback`` they keep the class of the others.
-        **options: what the base optimizer takes. In relative steps ``weight_decay`` shrinks the norms of matrices
-            and kernels, decoupled.
+        coordinates: of relative steps: ``"paths"``, which a rescaling does not change, or ``"weights"``,
+            which is the same form without them.
+        growth: of relative steps: how fast the scale of a region may grow, in units of ``lr``. 0 keeps all
+            norms.
+        fallback: a second optimizer class for the parameters that are not path-normalised. It takes plain
+            steps on the weights, at ``fallback_lr``. Needs ``example_input`` or ``graph``.
+        fallback_lr: the step size of these parameters; without ``fallback`` by the same class as the others.
+        **options: what the base optimizer takes. In relative steps ``weight_decay`` shrinks the norms of
+            matrices and kernels, decoupled.
 
     Raises:
         TypeError: the class of the optimizer does not come first, or parameters were passed without the
@@ -156,8 +157,8 @@ class PathNormalized(PathOptimizer):
         return kept, fallen
 
     def _share(self, base: Optimizer) -> None:
-        """Groups, state and defaults are those of the base (and of the second optimizer), so that schedulers and
-        state_dict see them."""
+        """Groups, state and defaults are those of the base (and of the second optimizer), so that schedulers
+        and state_dict see them."""
         self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
         if self.fallback is not None:
             base.state.update(self.fallback.state)

@@ -16,6 +16,9 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
+from pathsgd.optim.relative.coordinates import Coordinates
+from pathsgd.optim.relative.sgd import step_normalised
+from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import (
     Each,
     Rate,
@@ -50,7 +53,8 @@ class PathSGD(PathOptimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: step size. 3e-3 works on the networks of ``benchmarks/learning_rate.py``; with momentum take 1e-3.
+        lr: step size, by default 3e-3, which works on the networks of ``benchmarks/learning_rate.py``; with
+            momentum take 1e-3. Relative steps have 0.02.
         p: the order of the path norm, 1 <= p <= inf.
         momentum: momentum factor, on h.
         nesterov: Nesterov momentum.
@@ -68,6 +72,10 @@ class PathSGD(PathOptimizer):
         implementation: how stacks of linear layers are moved: ``"triton"`` on a GPU, ``"blocked"`` on a CPU,
             or ``"reference"``, which moves everything else too. ``"auto"`` chooses; they compute the same.
         maximize: maximize the objective instead of minimizing it.
+        relative: whether steps are relative, as in :class:`pathsgd.PathNormalized`, in the direction of the
+            normalised momentum.
+        coordinates: as in :class:`pathsgd.PathNormalized`.
+        growth: as in :class:`pathsgd.PathNormalized`.
         foreach: whether the reference uses torch's multi-tensor kernels (default: as torch.optim does).
         differentiable: whether the step is recorded by autograd, gamma held fixed.
 
@@ -87,7 +95,7 @@ class PathSGD(PathOptimizer):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor | None = None,
         *,
         p: float = 2,
         momentum: float = 0.0,
@@ -101,9 +109,14 @@ class PathSGD(PathOptimizer):
         batch_dim: int | None = 0,
         implementation: Choice = "auto",
         maximize: bool = False,
+        relative: bool = False,
+        coordinates: Coordinates = "paths",
+        growth: float = 1.0,
         foreach: bool | None = None,
         differentiable: bool = False,
     ) -> None:
+        if lr is None:
+            lr = 0.02 if relative else 3e-3
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         if lr < 0.0:
@@ -114,6 +127,9 @@ class PathSGD(PathOptimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if nesterov and momentum <= 0:
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        if relative and (max_relative_step is not None or fallback_lr is not None or differentiable):
+            raise ValueError("relative steps take no max_relative_step, fallback_lr or differentiable")
+        self._warns_of_small_share = not relative
         params = self._connect(
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
@@ -133,8 +149,11 @@ class PathSGD(PathOptimizer):
         }
         super().__init__(params, defaults)
         self._step_limit = StepLimit(self.gamma_cache)
+        self.relative = relative
+        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth)
         self.gamma_cache.check_known(self.param_groups)
-        self.gamma_cache.calibrate(p)
+        if not relative:
+            self.gamma_cache.calibrate(p)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch.optim; ``p``, ``max_relative_step`` and ``fallback_lr`` may be its own.
@@ -157,7 +176,7 @@ class PathSGD(PathOptimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in torch.optim, but momentum keeps its precision: torch would round it to the parameter's.
+        """As in torch.optim, but state keeps its precision: torch would round it to the parameter's.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
@@ -166,12 +185,15 @@ class PathSGD(PathOptimizer):
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            kept = state_dict["state"].get(number, {}).get("momentum_buffer")
-            if kept is not None and kept.dtype != parameter.dtype:
-                self.state[parameter]["momentum_buffer"] = kept.detach().clone().to(parameter.device)
+            for name, kept in state_dict["state"].get(number, {}).items():
+                if kept is not None and kept.dtype != parameter.dtype:
+                    self.state[parameter][name] = kept.detach().clone().to(parameter.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("gamma_cache", "implementation", "_step_limit")}
+        kept = {
+            name: getattr(self, name)
+            for name in ("gamma_cache", "implementation", "_step_limit", "relative", "_relative")
+        }
         return {**super().__getstate__(), **kept, "_dispatch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,6 +216,9 @@ class PathSGD(PathOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.relative:
+            self._relative.step(self, None, self._step_normalised)
+            return loss
         # Everything is computed before anything is written: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
         params = [self._check_gradients(group) for group in self.param_groups]
@@ -210,6 +235,10 @@ class PathSGD(PathOptimizer):
             apply_steps(part.params, part.us, part.gammas, part.rates, part.weight_decay, part.each)
         self.gamma_cache.after_step()
         return loss
+
+    def _step_normalised(self, _: object) -> None:
+        for group in self.param_groups:
+            step_normalised(group, self._momentum_buffer, self._relative.blocks_of)
 
     def _check_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient."""

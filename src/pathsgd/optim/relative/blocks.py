@@ -1,8 +1,8 @@
 """The blocks of a model's parameters: what takes one relative step together.
 
-A block is a parameter, or the rows of one that are read together: the queries, the keys and the values of a packed
-projection are three. A family is the blocks that lead into the same units, as a layer's weight and bias do: a
-block that has no size of its own, a bias of zero, takes that of its family.
+A block is a parameter, or the rows of one that are read together: the queries, the keys and the values of a
+packed projection are three. A family is the blocks that lead into the same units, as a layer's weight and
+bias do: a block that has no size of its own, a bias of zero, takes that of its family.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
 from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.views import view_tensor
 
@@ -65,7 +67,7 @@ class Block:
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""
-    units = unit_classes_of(graph)
+    units = unit_classes_of(end_at_statistics(graph))
     found: dict[str, list[Block]] = {}
     families = 0
     for group in unit_groups(graph):
@@ -82,7 +84,7 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
                 continue
             found[info.name] = [
                 _rows(whole, units, axis, start, stop, families + k)
-                for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+                for k, (start, stop) in enumerate(pairwise(cuts))
             ]
         families += len(cuts) - 1
     for info in graph.parameters.values():
@@ -111,9 +113,9 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
 
 
 def _depths(graph: PathGraph) -> dict[int, float]:
-    """By region, the number of layers one after the other; a sum has the mean of its summands' number, since a
-    residual branch adds little to what passes it by. A layer before a batch norm does not count: its size does
-    not matter."""
+    """By region, the number of layers one after the other; a sum has the mean of its summands' number, since
+    a residual branch adds little to what passes it by. A layer before a batch norm does not count: its size
+    does not matter."""
     readers = graph.readers()
     lengths: list[float] = []
     found: dict[int, float] = {}
@@ -204,8 +206,8 @@ def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
 
 
 def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:
-    """Where the units of a group fall apart into pieces that different operations read, as [0, ..., rows]; and
-    whether they are what the model returns."""
+    """Where the units of a group fall apart into pieces that different operations read, as [0, ..., rows];
+    and whether they are what the model returns."""
     part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
     if part is None:
         return [0, rows], False

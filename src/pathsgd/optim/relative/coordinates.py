@@ -16,6 +16,7 @@ from pathsgd.geometry.extended_float import exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.sizes import SizeTable
@@ -26,7 +27,7 @@ NOISE = 2.0**10
 """A bias's gradient is more than this many units in the last place of its family's, or it is rounding."""
 
 DEEPEST = 12.0
-"""Layers one after the other up to which each takes the whole step: the function moves by all of them together."""
+"""Layers in sequence up to which each takes the whole step: the function moves by all of them together."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,14 @@ class Pick:
 class RelativeMeasurement:
     """Measures the relative coordinates of one graph's parameters."""
 
-    capturable = True
-
     def __init__(self, graph: PathGraph, names: Sequence[str], coordinates: Coordinates) -> None:
         self.names, self.coordinates = list(names), coordinates
+        self.capturable = coordinates == "paths"
         self.by_name = find_blocks(graph)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
             name: edge
-            for name, edge in unit_classes_of(graph).parameters.items()
+            for name, edge in unit_classes_of(end_at_statistics(graph)).parameters.items()
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
         self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
@@ -97,6 +97,9 @@ class RelativeMeasurement:
                 torch.tensor(shares, dtype=torch.float64, device=self._device),
             )
         return self._picks[key]
+
+    def adapt(self, graph: PathGraph) -> PathGraph:
+        return end_at_statistics(graph)
 
     def run(
         self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None

@@ -1,8 +1,8 @@
 """How the norms of blocks grow: Adam on the logarithm of each.
 
-Turning keeps a block's norm, and a network whose scale starts too small could never become sure of anything. The
-derivative of the loss by the logarithm of a block's norm is <g, u>. By homogeneity it is about the same for all
-layers of a region, whose norms enter the function as a product: so the growth is shared out between them.
+Turning keeps a block's norm, and a network whose scale starts too small could never become sure of anything.
+The derivative of the loss by the logarithm of a block's norm is <g, u>. By homogeneity it is about the same
+for all layers of a region, whose norms enter the function as a product: so the growth is shared between them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import foreach
 from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.rule import apply_momentum, multi_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration that takes all singular values near 1 in five steps."""
@@ -93,11 +93,9 @@ class RelativeMuon(Optimizer):
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         buffers = [self.state[p]["momentum_buffer"] for p in params]
-        foreach("mul_", buffers, group["momentum"])
-        foreach("add_", buffers, grads)
-        ds = foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+        ds, _ = apply_momentum(grads, buffers, group["momentum"], group["nesterov"], multi_tensor)
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for p, d in zip(params, ds, strict=True):
             for block in self.blocks_of(p):
@@ -109,8 +107,8 @@ class RelativeMuon(Optimizer):
             fast = batch.is_cuda and batch.dtype == torch.float32
             found = orthogonalize(batch, torch.bfloat16 if fast else batch.dtype)
             found = _normalize(found).mul_((rows * columns) ** 0.5)
-            for (_, block), d in zip(pairs, found.unbind(), strict=True):
-                block.sub_(group["lr"] * d.reshape(block.shape))
+            for (_, own), d in zip(pairs, found.unbind(), strict=True):
+                own.sub_(group["lr"] * d.reshape(own.shape))
 
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
@@ -122,8 +120,9 @@ class RelativeMuon(Optimizer):
                 )
         states = [self.state[p] for p in params]
         first, second = group["betas"]
+        grads = [p.grad for p in params if p.grad is not None]
         adam(
-            params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
+            params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
             [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
             lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
         )  # fmt: skip

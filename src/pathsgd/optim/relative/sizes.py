@@ -1,4 +1,4 @@
-"""The size of every block in invariant coordinates: the root mean square of its z, or what its family gives it."""
+"""The size of every block in invariant coordinates: the root mean square of its z, or of its family's."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class SizeTable:
         return size, self.turns & (rms >= size)
 
     def find_noise(self, norms: Tensor, bound: float) -> Tensor:
-        """Which blocks that do not turn, as biases, have a gradient that is nothing beside their family's: it is zero
-        by symmetry, as that of a bias before a batch norm, and all of it is rounding."""
+        """Which blocks that do not turn, as biases, have a gradient that is nothing beside their family's: it
+        is zero by symmetry, as that of a bias before a batch norm, and all of it is rounding."""
         rms = norms / self.numel.sqrt()
         largest = torch.cat([rms, rms.new_zeros(1)])[self.members].amax(1)
         return ~self.turns & (rms < bound * largest[self.family])

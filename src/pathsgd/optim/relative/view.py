@@ -19,7 +19,7 @@ Grow = Callable[[Tensor], Tensor]
 class RelativeView:
     """Parameters that hold u, and the gradient of u, inside :meth:`entered`.
 
-    In place, on the same Parameters. Three copies are held meanwhile: of the weights, of u, and of the gradients.
+    In place, on the same Parameters. Three copies are held meanwhile: of the weights, of u, of the gradients.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RelativeView:
         return [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
 
     def _turn(self, moved: list[Tensor]) -> None:
-        """Brings every block that turns back to the norm it had, times the growth that its gradient asks for."""
+        """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
         found = [p.grad is not None for p in self.parameters]
         names = [name for name, has in zip(self.names, found, strict=True) if has]
         if not names:

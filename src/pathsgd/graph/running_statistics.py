@@ -1,0 +1,51 @@
+"""The graph with a batch norm as what it is in training: an operator that paths end at."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+from pathsgd.graph.nodes import Multiply, Node, Source, Stored, Weight
+from pathsgd.graph.path_graph import PathGraph
+
+REASON = "batch norm divides by statistics of the batch"
+
+_found: weakref.WeakKeyDictionary[PathGraph, PathGraph] = weakref.WeakKeyDictionary()
+
+
+def end_at_statistics(graph: PathGraph) -> PathGraph:
+    """The graph in which paths end before every batch norm and begin anew after it, so that running
+    statistics, which lag behind the weights and differ between processes, do not enter. Nodes keep their
+    numbers."""
+    if graph not in _found:
+        _found[graph] = _end_at_statistics(graph)
+    return _found[graph]
+
+
+def _end_at_statistics(graph: PathGraph) -> PathGraph:
+    nodes, ends = list(graph.nodes), dict(graph.ends)
+    for k, node in enumerate(graph.nodes):
+        match node.operation:
+            case Multiply(weight) if _has_statistics(weight):
+                # One edge from the constant unit: what is normalised counts as 1.
+                nodes[k] = replace(node, operation=Source(_without_statistics(weight)), inputs=())
+                ends.setdefault(node.inputs[0], REASON)
+            case Source(weight) if _has_statistics(weight):
+                nodes[k] = _without_value(node, weight)
+    if nodes == list(graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(nodes), ends=ends)
+
+
+def _has_statistics(weight: Weight) -> bool:
+    return any(factor.inverse_sigma is not None for factor in weight.factors)
+
+
+def _without_statistics(weight: Weight) -> Weight:
+    return replace(weight, factors=tuple(f for f in weight.factors if f.inverse_sigma is None))
+
+
+def _without_value(node: Node, weight: Weight) -> Node:
+    """The shift by the running mean, which is nothing here; its parameter stays tied to the unit."""
+    zero = Stored((), literal=(0.0,))
+    return replace(node, operation=Source(replace(weight, factors=(zero,))))
