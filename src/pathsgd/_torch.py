@@ -145,3 +145,17 @@ class _InThread:
 
     def __bool__(self) -> bool:
         return threading.get_ident() == self.thread
+
+    # Models reckon with ``torch.compiler.is_exporting()`` as with any bool.
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    __rand__, __ror__ = __and__, __or__
+    __hash__ = None  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from pathsgd import trace
 from pathsgd._torch import get_cudnn_benchmark
@@ -52,3 +53,21 @@ def test_networks_can_be_traced_by_several_threads():
         str(trace(stack(*own), torch.zeros(1, own[0]))) for own in 3 * widths
     ]
     assert torch.backends.mkldnn.enabled == before
+
+
+class ReckonsWithFlags(nn.Module):
+    """As models of the transformers library do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        exporting = False
+        exporting |= torch.compiler.is_exporting()
+        plain = torch.compiler.is_compiling() == False  # noqa: E712
+        return self.layer(x) if exporting or plain else x
+
+
+def test_a_model_may_reckon_with_the_flag_of_export():
+    assert trace(ReckonsWithFlags(), torch.ones(1, 2)).parameters["layer.weight"].roles == ("weight",)

@@ -66,7 +66,7 @@ def _write_message(model: str, total: int, shared: int, causes: Counter[str], le
     replace = (
         f"Replace {activations} by relu, leaky_relu or a squared relu, or take" if activations else "Take"
     )
-    sentences.append(f"{replace} an optimizer with relative steps, which trains these weights as well.")
+    sentences.append(f"{replace} PathMuon or PathAdam, which train these weights as well.")
     sentences.append("print(optimizer.graph) has the reason for each parameter.")
     return " ".join(sentences)
 

@@ -48,7 +48,7 @@ class PathAdam(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.06,
+        lr: float | Tensor = 0.1,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,

@@ -54,7 +54,7 @@ class PathMuon(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.04,
+        lr: float | Tensor = 0.06,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,

@@ -26,8 +26,9 @@ Coordinates = Literal["paths", "weights"]
 NOISE = 2.0**10
 """A bias's gradient is more than this many units in the last place of its family's, or it is rounding."""
 
-DEEPEST = 12.0
-"""Layers in sequence up to which each takes the whole step: the function moves by all of them together."""
+SHALLOW = 2.0
+"""Layers in sequence up to which each takes the whole step. The function moves by all of them together, about
+as independent steps add up: of more layers each takes sqrt(SHALLOW / depth) of it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class RelativeMeasurement:
                 blocks,
                 [len(self.by_name[name]) for name in names],
                 None if len(index) == len(self.blocks) else torch.tensor(index, device=self._device),
-                [min(1.0, DEEPEST / block.depth) if block.turns else 1.0 for block in blocks],
+                [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks],
                 torch.tensor(shares, dtype=torch.float64, device=self._device),
             )
         return self._picks[key]
