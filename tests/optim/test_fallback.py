@@ -147,7 +147,7 @@ def test_messages_for_other_causes():
     assert "What cuts them off: lstm (" in explain(nn.LSTM(3, 4, batch_first=True), 5, 3)
     single = explain(nn.Sequential(nn.Linear(3, 2)), 3)
     assert "What cuts them off" not in single
-    assert "Take an optimizer with relative steps" in single
+    assert "Take PathMuon or PathAdam" in single
     # A part of the network that is frozen is not counted, but its weights are company.
     probe = mlp(nn.ReLU())
     probe[:3].requires_grad_(False)
