@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
+from pathsgd import PathAdagrad, PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.graph.small_share import explain_small_share
 from support.networks import NETWORKS, build, dense_gammas
 
@@ -69,7 +69,11 @@ def test_fallback_lr_acts_on_what_the_report_calls_fallen_back(length):
         assert torch.allclose(parameter, expected, rtol=1e-12, atol=1e-14), name
 
 
-@pytest.mark.parametrize("make", [PathAdam, PathAdagrad, PathSGD])
+def plain_adam(model, *example, **options):
+    return PathNormalized(torch.optim.Adam, model, *example, **options)
+
+
+@pytest.mark.parametrize("make", [plain_adam, PathAdagrad, PathSGD])
 def test_what_is_alone_does_not_notice_the_length(make):
     """The same gradients at two lengths move queries alike, and values not."""
     moved = []
@@ -90,7 +94,7 @@ def test_what_is_alone_does_not_notice_the_length(make):
 
 OPTIMIZERS = [
     PathSGD,
-    PathAdam,
+    plain_adam,
     PathAdagrad,
     lambda model, *example: PathNormalized(torch.optim.SGD, model, *example, lr=0.1),
 ]
@@ -147,15 +151,15 @@ def test_messages_for_other_causes():
     assert "What cuts them off: lstm (" in explain(nn.LSTM(3, 4, batch_first=True), 5, 3)
     single = explain(nn.Sequential(nn.Linear(3, 2)), 3)
     assert "What cuts them off" not in single
-    assert "Take an optimizer with relative steps" in single
+    assert "Take PathMuon or PathAdam" in single
     # A part of the network that is frozen is not counted, but its weights are company.
     probe = mlp(nn.ReLU())
     probe[:3].requires_grad_(False)
     assert explain(probe, 3) is None
 
 
-def test_an_optimizer_that_trains_what_falls_back_does_not_warn():
-    class Relative(PathSGD):
-        _warns_of_small_share = False
-
-    Relative(mlp(nn.GELU()), torch.zeros(1, 3))
+@pytest.mark.parametrize("make", [PathAdam, PathMuon])
+def test_an_optimizer_that_trains_what_falls_back_does_not_warn(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(mlp(nn.GELU()), torch.zeros(1, 3))

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import pathsgd
-from pathsgd import PathAdam, PathSGD
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.optim.rule import apply_steps, gradients_to_z, single_tensor
 from support.networks import Mlp, SmallResNet, build
@@ -20,7 +20,9 @@ from support.training import backward, train, unchanged, weights
 
 MAKERS = {
     "PathSGD": lambda m, x, **kw: PathSGD(m, x, lr=kw.pop("lr", 1e-3), momentum=0.9, **kw),
+    "Adam": lambda m, x, **kw: PathNormalized(torch.optim.Adam, m, x, lr=kw.pop("lr", 1e-3), **kw),
     "PathAdam": lambda m, x, **kw: PathAdam(m, x, lr=kw.pop("lr", 1e-3), **kw),
+    "PathMuon": lambda m, x, **kw: PathMuon(m, x, lr=kw.pop("lr", 1e-3), **kw),
 }
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -119,25 +121,41 @@ def test_zero_gradients_move_nothing(make):
     assert unchanged(model, before)
 
 
-def test_foreach_equals_the_loop():
-    for options in ({}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}):
-        model, x = build(SmallResNet)
-        other = copy.deepcopy(model)
-        train(model, PathSGD(model, x, lr=1e-3, foreach=True, **options), x, steps=5)
-        train(other, PathSGD(other, x, lr=1e-3, foreach=False, **options), x, steps=5)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (PathSGD, {}),
+        (PathSGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (PathSGD, {"maximize": True}),
+        (PathAdam, {"weight_decay": 0.1}),
+    ],
+)
+def test_foreach_equals_the_loop(make, options):
+    model, x = build(SmallResNet)
+    other = copy.deepcopy(model)
+    train(model, make(model, x, lr=1e-3, foreach=True, **options), x, steps=5)
+    train(other, make(other, x, lr=1e-3, foreach=False, **options), x, steps=5)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_tensor_lr_and_maximize():
+@every
+def test_a_tensor_lr(make):
     model, x = build(Mlp)
     other = copy.deepcopy(model)
-    train(model, PathSGD(model, x, lr=torch.tensor(1e-3, dtype=torch.float64), weight_decay=0.1), x, steps=3)
-    train(other, PathSGD(other, x, lr=1e-3, weight_decay=0.1), x, steps=3)
+    lr = torch.tensor(1e-3, dtype=torch.float64)
+    options = {"foreach": False} if make in (MAKERS["Adam"], MAKERS["PathAdam"]) else {}
+    train(model, make(model, x, lr=lr, weight_decay=0.1, **options), x, steps=3)
+    train(other, make(other, x, lr=1e-3, weight_decay=0.1), x, steps=3)
     assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [MAKERS["PathSGD"], MAKERS["PathAdam"]], ids=["PathSGD", "PathAdam"])
+def test_maximize(make):
+    model, x = build(Mlp)
     before = model(x).pow(2).mean().item()
     backward(model, x)
-    PathSGD(model, x, lr=1e-3, maximize=True).step()
+    make(model, x, maximize=True).step()
     assert model(x).pow(2).mean().item() > before
 
 
@@ -165,21 +183,23 @@ def test_a_differentiable_step():
 
 def test_low_precision_parameters():
     model, x = build(Mlp, torch.bfloat16)
-    for optimizer in (PathSGD(model, x, lr=1e-2, momentum=0.9), PathAdam(model, x, lr=1e-3)):
+    for make in MAKERS.values():
+        optimizer = make(model, x, lr=1e-2)
         before = weights(model)
         train(model, optimizer, x, steps=3)
         assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
         assert not unchanged(model, before)
-    before = weights(model)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    PathAdam(model, x, lr=1e-3).step()
-    assert unchanged(model, before)
+        before = weights(model)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        make(model, x).step()
+        assert unchanged(model, before)
 
 
-def test_grad_scaler_skips_steps_with_inf():
+@every
+def test_grad_scaler_skips_steps_with_inf(make):
     model, x = build(Mlp, torch.float32)
-    optimizer = PathSGD(model, x, lr=1e-3)
+    optimizer = make(model, x)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = weights(model)
     for bad in (True, False):
@@ -215,3 +235,16 @@ def test_a_compiled_step_is_one_graph_under_a_schedule(implementation):
     assert counter.frame_count == 1
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b) if implementation == "reference" else torch.allclose(a, b, rtol=1e-5)
+
+
+@every
+def test_sparse_gradients_are_refused(make):
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    tokens = torch.tensor([[0, 1, 2]])
+    optimizer = make(model, tokens)
+    model(tokens).sum().backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert unchanged(model, before)
+    assert model[0].weight.grad.is_sparse

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd import PathAdam, PathSGD
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
 
 MODELS = {
     "stack": lambda: nn.Sequential(
@@ -22,7 +22,9 @@ MODELS = {
 }
 OPTIMIZERS = {
     "PathSGD": lambda model, x: PathSGD(model, x, lr=1e-2, momentum=0.9),
-    "PathAdam": lambda model, x: PathAdam(model, x, lr=1e-2),
+    "Adam": lambda model, x: PathNormalized(torch.optim.Adam, model, x, lr=1e-2),
+    "PathAdam": PathAdam,
+    "PathMuon": PathMuon,
 }
 STEPS = 100
 

@@ -6,11 +6,14 @@ enumeration of its paths can judge the library. They are small enough for that a
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pathsgd
 from support.unroll import Unroller, parameters
 
 
@@ -398,6 +401,8 @@ CASES = [
     Mlp, Activations, Maxout, Signs, ConvPool, Strided, Conv1d3d, Transposed, BatchNorm, Residual,
     Concatenated, Tied, Recurrent, ByHand, Resized, Embedded,
 ]  # fmt: skip
+RESCALABLE = [case for case in CASES if case not in (Signs, Tied, Recurrent, ByHand)]
+"""Those that have units to rescale."""
 
 
 def build(case):
@@ -411,3 +416,10 @@ def build(case):
         with torch.no_grad():
             model.a.weight[1], model.a.bias[1], model.b.weight[0, 2] = 0, 0, 0
     return model
+
+
+@functools.cache
+def traced(case):
+    """The graph of a case: tracing takes longer than a test."""
+    model = build(case)
+    return pathsgd.trace(model, model.example())

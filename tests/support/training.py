@@ -8,7 +8,7 @@ import functools
 import torch
 
 import pathsgd
-from pathsgd import PathAdagrad, PathAdam, PathNormalized, PathSGD
+from pathsgd import PathAdagrad, PathNormalized, PathSGD
 from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build
@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "nesterov": lambda m, g: PathSGD(m, g, lr=1e-5, momentum=0.9, nesterov=True, foreach=True),
     "decay": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.5, weight_decay=0.1),
     "Adagrad": lambda m, g: PathAdagrad(m, g, lr=1e-3),
-    "Adam": lambda m, g: PathAdam(m, g, lr=1e-4),
+    "Adam": lambda m, g: PathNormalized(torch.optim.Adam, m, g, lr=1e-4),
     "AdamW": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-4, weight_decay=0.1),
     "RMSprop": lambda m, g: PathNormalized(torch.optim.RMSprop, m, g, lr=1e-5, momentum=0.5),
     "clipped": lambda m, g: clipped(PathSGD(m, g, lr=1e-3, momentum=0.9)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 
-from pathsgd.graph.nodes import Multiply, Node, Source, Stored, Weight
+from pathsgd.graph.nodes import Multiply, Node, Source, Weight, number
 from pathsgd.graph.path_graph import PathGraph
 
 REASON = "batch norm divides by statistics of the batch"
@@ -42,10 +42,12 @@ def _has_statistics(weight: Weight) -> bool:
 
 
 def _without_statistics(weight: Weight) -> Weight:
-    return replace(weight, factors=tuple(f for f in weight.factors if f.inverse_sigma is None))
+    factors = tuple(factor for factor in weight.factors if factor.inverse_sigma is None)
+    if weight.parameter is None and not factors:
+        factors = number(1).factors
+    return replace(weight, factors=factors)
 
 
 def _without_value(node: Node, weight: Weight) -> Node:
     """The shift by the running mean, which is nothing here; its parameter stays tied to the unit."""
-    zero = Stored((), literal=(0.0,))
-    return replace(node, operation=Source(replace(weight, factors=(zero,))))
+    return replace(node, operation=Source(replace(weight, factors=number(0).factors)))

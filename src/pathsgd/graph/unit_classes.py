@@ -97,6 +97,7 @@ class _Search:
                 self.ties.fix(ids)
         self.fix_dead_ends()
         self.share_parameters()
+        self.fix_unread()
         return self.collect()
 
     def fix_dead_ends(self) -> None:
@@ -111,6 +112,13 @@ class _Search:
                 units = torch.unique(self.ids[k])
                 dead = [unit for unit in units.tolist() if self.ties.find(unit) not in reached]
                 self.ties.fix(torch.tensor(dead, dtype=torch.int64))
+
+    def fix_unread(self) -> None:
+        """A unit that no weight reads, as one that is sliced off, has nothing to be divided by its factor."""
+        sources = {source for k in self.edges for source in self.graph.nodes[k].inputs}
+        read = {self.ties.find(unit) for k in sources for unit in torch.unique(self.ids[k]).tolist()}
+        unread = [unit for unit in range(len(self.ties)) if self.ties.find(unit) not in read]
+        self.ties.fix(torch.tensor(unread, dtype=torch.int64))
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)

@@ -57,7 +57,7 @@ for low, case in (
     states = {0: 0, 1: 1, 2: 1, 3: 2}[constants["METHOD"]]
     constants["ROWS"] = ROWS[states]
     made = compiled(layer_kernel, {n: kind(n, low) for n in layer_kernel.arg_names}, constants)
-    # A block is fetched while another is computed: what PathAdagrad and PathAdam owe their speed to.
+    # A block is fetched while another is computed: what Adagrad and Adam on paths owe their speed to.
     block = 4 * constants["ROWS"] * constants["COLUMNS"]
     ahead = constants["STAGES"] - 1
     # Weights and gradients of two bytes are copied by four, which needs an alignment that is not told here.

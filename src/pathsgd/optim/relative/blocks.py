@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
-from pathsgd.graph.nodes import Add, Conv, Linear, Multiply, Permute, Reshape, Slice, Source
+from pathsgd.graph.nodes import Add, Conv, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
@@ -42,7 +42,7 @@ class Block:
     share: int
     """How many blocks that turn lie in its region: a growth is divided between them."""
     depth: float
-    """How many weights lie on a path of its region, one after the other."""
+    """How many layers of its region lie in sequence."""
     orthogonal: bool
     """Whether Muon orthogonalises its direction: not that of embeddings, of the last layer, and of depthwise
     convolutions."""
@@ -113,37 +113,19 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
 
 
 def _depths(graph: PathGraph) -> dict[int, float]:
-    """By region, the number of layers one after the other; a sum has the mean of its summands' number, since
-    a residual branch adds little to what passes it by. A layer before a batch norm does not count: its size
-    does not matter."""
-    readers = graph.readers()
+    """By region, the number of layers in sequence; a sum has the mean of its summands' number, since a
+    residual branch adds little to what passes it by."""
     lengths: list[float] = []
     found: dict[int, float] = {}
     for k, node in enumerate(graph.nodes):
         inputs = [source for source in node.inputs if not isinstance(graph.nodes[source].operation, Source)]
         own = [lengths[source] for source in inputs] or [0.0]
         length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
-        if isinstance(node.operation, (Linear, Conv)) and not _is_normalised(graph, readers, k):
-            length += 1
-        lengths.append(length)
+        lengths.append(length + isinstance(node.operation, (Linear, Conv)))
         if k in graph.ends:
             region = graph.regions[k]
-            found[region] = max(found.get(region, 0.0), length)
+            found[region] = max(found.get(region, 0.0), lengths[k])
     return found
-
-
-def _is_normalised(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
-    """Whether running statistics divide what node k makes."""
-    while len(readers[k]) == 1:
-        (k,) = readers[k]
-        operation = graph.nodes[k].operation
-        if isinstance(operation, Multiply) and any(
-            f.inverse_sigma is not None for f in operation.weight.factors
-        ):
-            return True
-        if not isinstance(operation, (Add, Reshape, Permute)):
-            return False
-    return False
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:

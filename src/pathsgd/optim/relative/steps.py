@@ -61,7 +61,8 @@ class RelativeSteps:
         if not moved:
             return base_step(closure)
         measurement = self.measurement(list(groups))
-        coordinates = self.gamma_cache.get(measurement, self.p)
+        with torch.no_grad():
+            coordinates = self.gamma_cache.get(measurement, self.p)
 
         def grow(along: Tensor) -> Tensor:
             own = [name for name, parameter in moved.items() if parameter.grad is not None]
