@@ -159,6 +159,20 @@ def test_maximize(make):
     assert model(x).pow(2).mean().item() > before
 
 
+def test_maximizing_is_minimizing_the_negative():
+    """Norms grow the same way, too."""
+    model, x = build(Mlp)
+    other = copy.deepcopy(model)
+    optimizers = PathAdam(model, x, maximize=True), PathAdam(other, x)
+    for _ in range(3):
+        backward(model, x)
+        other.zero_grad()
+        (-other(x).pow(2).mean()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 def test_a_differentiable_step():
     """The loss after a step, differentiated with respect to lr: through the update, gamma held fixed."""
     model, x = build(Mlp)

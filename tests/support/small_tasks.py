@@ -1,4 +1,4 @@
-"""Four small networks to train on a CPU in a second or two each: digits, and the letters of a made-up language."""
+"""Small networks to train on a CPU in seconds: on digits, and on the letters of a made-up language."""
 
 from __future__ import annotations
 

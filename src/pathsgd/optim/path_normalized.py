@@ -65,7 +65,7 @@ class PathNormalized(PathOptimizer):
             norms.
         fallback: a second optimizer class for the parameters that are not path-normalised. It takes plain
             steps on the weights, at ``fallback_lr``. Needs ``example_input`` or ``graph``.
-        fallback_lr: the step size of these parameters; without ``fallback`` by the same class as the others.
+        fallback_lr: the step size of these parameters; without ``fallback`` as a group of the same optimizer.
         **options: what the base optimizer takes. In relative steps ``weight_decay`` shrinks the norms of
             matrices and kernels, decoupled.
 
@@ -121,10 +121,11 @@ class PathNormalized(PathOptimizer):
         if fallback is not None or fallback_lr is not None:
             params, fallen = self._split(params)
             rate = {} if fallback_lr is None else {"lr": fallback_lr}
-            if fallen:
-                self.fallback = (
-                    fallback(fallen, **rate) if fallback else optimizer_class(fallen, **options | rate)
-                )
+            if fallen and fallback is not None:
+                self.fallback = fallback(fallen, **rate)
+            elif fallen:
+                grouped = bool(params) and isinstance(params[0], dict)
+                params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         base = optimizer_class(params, **options)
         self.gamma_cache.check_known(base.param_groups)
         for group in base.param_groups:

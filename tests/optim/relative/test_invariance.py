@@ -26,8 +26,8 @@ class Biased(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
-            nn.Flatten(), nn.Linear(16, 5),
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5),
         )  # fmt: skip
 
 

@@ -1,0 +1,143 @@
+"""What takes one relative step together, what is orthogonalised, and what turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pathsgd
+from pathsgd.optim.relative.blocks import find_blocks
+
+
+def blocks_of(model, *shape, tokens=False):
+    torch.manual_seed(0)
+    example = torch.zeros(2, *shape, dtype=torch.int64) if tokens else torch.randn(2, *shape)
+    return find_blocks(pathsgd.trace(model, example))
+
+
+def rows(blocks):
+    return [(block.start, block.length) for block in blocks]
+
+
+class PackedAttention(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=bias), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_packed_projection_falls_into_queries_keys_and_values():
+    found = blocks_of(PackedAttention(), 5, 8)
+    assert rows(found["qkv.weight"]) == rows(found["qkv.bias"]) == [(0, 8), (8, 8), (16, 8)]
+    for weight, bias in zip(found["qkv.weight"], found["qkv.bias"], strict=True):
+        assert weight.family == bias.family
+        assert (weight.turns, weight.orthogonal) == (True, True)
+        assert (bias.turns, bias.orthogonal) == (False, False)
+    assert len({block.family for block in found["qkv.weight"]}) == 3
+    assert rows(found["out.weight"]) == [(0, 8)]
+
+
+def test_in_proj_of_multihead_attention():
+    found = blocks_of(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 5, 8)
+    weight, bias = found["self_attn.in_proj_weight"], found["self_attn.in_proj_bias"]
+    assert rows(weight) == rows(bias) == [(0, 8), (8, 8), (16, 8)]
+    assert [block.family for block in weight] == [block.family for block in bias]
+
+
+def test_their_views_are_the_rows_themselves():
+    model = PackedAttention()
+    block = blocks_of(model, 5, 8)["qkv.weight"][1]
+    view = block.of(model.qkv.weight.detach())
+    assert torch.equal(view, model.qkv.weight[8:16])
+    assert view.data_ptr() == model.qkv.weight[8:].data_ptr()
+    assert block.numel == view.numel() == 64
+
+
+class Transposed(nn.Module):
+    """As in GPT-2's Conv1D: x @ W + b, queries, keys and values in the columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(8, 24)), nn.Parameter(torch.zeros(24))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (x @ self.w + self.b).split(8, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_transposed_matrix_falls_apart_along_its_columns():
+    found = blocks_of(Transposed(), 5, 8)
+    assert [block.axis for block in found["w"]] == [1, 1, 1]
+    assert rows(found["w"]) == rows(found["b"]) == [(0, 8), (8, 8), (16, 8)]
+    w = torch.randn(8, 24)
+    assert torch.equal(found["w"][2].of(w), w[:, 16:])
+    assert [block.family for block in found["w"]] == [block.family for block in found["b"]]
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(8, 6)
+
+    def forward(self, x):
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)
+
+
+def test_a_gated_mlp_falls_into_gate_and_value():
+    found = blocks_of(Gated(), 6)
+    assert rows(found["up.weight"]) == rows(found["up.bias"]) == [(0, 8), (8, 8)]
+
+
+def test_what_is_read_whole_is_one_block():
+    found = blocks_of(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 6)
+    assert all(len(blocks) == 1 for blocks in found.values())
+
+
+class Network(nn.Module):
+    """An embedding, a depthwise, a grouped and a plain convolution, a norm, a last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.depthwise, self.grouped = nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 8, 3, groups=2)
+        self.plain, self.norm, self.head = nn.Conv1d(8, 6, 3), nn.LayerNorm(6), nn.Linear(6, 11)
+
+    def forward(self, tokens):
+        x = self.depthwise(self.table(tokens).mT).relu()
+        x = self.plain(self.grouped(x).relu()).relu()
+        return self.head(self.norm(x.mT))
+
+
+def test_what_is_orthogonalised_and_what_turns():
+    found = blocks_of(Network(), 12, tokens=True)
+    assert {name for name, (block,) in found.items() if block.orthogonal} == {
+        "grouped.weight",
+        "plain.weight",
+    }
+    assert {name for name, (block,) in found.items() if block.turns} == {
+        "table.weight", "depthwise.weight", "grouped.weight", "plain.weight", "head.weight",
+    }  # fmt: skip
+
+
+def test_a_bias_is_in_the_family_of_its_layer():
+    found = blocks_of(Network(), 12, tokens=True)
+    family = {name: block.family for name, (block,) in found.items()}
+    for layer in ("depthwise", "grouped", "plain", "head"):
+        assert family[f"{layer}.weight"] == family[f"{layer}.bias"]
+    assert len({family[f"{layer}.weight"] for layer in ("depthwise", "grouped", "plain", "head")}) == 4
+
+
+def test_layers_of_one_region_share_its_growth():
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
+    found = blocks_of(nn.Sequential(*layers), 4)
+    assert {block.share for (block,) in found.values()} == {3}
+    assert {block.depth for (block,) in found.values()} == {3}
+    # A softmax ends the region of the first two.
+    found = blocks_of(nn.Sequential(*layers[:3], nn.Softmax(1), layers[4]), 4)
+    assert [found[f"{k}.weight"][0].share for k in (0, 2, 4)] == [2, 2, 1]

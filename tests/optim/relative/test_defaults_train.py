@@ -1,0 +1,32 @@
+"""No lr given: within 10% of AdamW's best of five rates on four small tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from pathsgd import PathAdam, PathMuon
+from support.small_tasks import train
+
+SEEDS = (0, 1)
+
+# Validation losses of torch.optim.AdamW with its other defaults, 150 steps, mean of seeds 0 and 1, at the best
+# of 1e-3, 3.16e-3, 1e-2, 3.16e-2 and 1e-1. That is 3.16e-2 each time; in their order the others gave
+# mlp 0.504 0.152 0.093 - 0.212, cnn 0.850 0.164 0.064 - 0.079, batch-norm 0.384 0.117 0.057 - 0.061,
+# gpt 2.468 1.910 1.442 - 1.288.
+ADAMW = {"mlp": 0.0892, "cnn": 0.0564, "batch-norm": 0.0496, "gpt": 1.0796}
+
+
+def loss(name, make):
+    return sum(train(name, make, seed) for seed in SEEDS) / len(SEEDS)
+
+
+@pytest.mark.parametrize("name", ADAMW)
+def test_path_muon(name):
+    assert loss(name, PathMuon) <= 1.1 * ADAMW[name]
+
+
+# At 0.06: mlp 0.100, cnn 0.067, batch-norm 0.067, gpt 1.417.
+@pytest.mark.xfail(reason="at its default rate PathAdam is 12% to 36% behind after 150 steps", strict=True)
+@pytest.mark.parametrize("name", ADAMW)
+def test_path_adam(name):
+    assert loss(name, PathAdam) <= 1.1 * ADAMW[name]

@@ -1,0 +1,52 @@
+"""Newton-Schulz: singular values near 1 whatever the scale, in the precision that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pathsgd.optim.relative.muon import orthogonalize
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 5), (1, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_are_near_one(shape, dtype):
+    """Five iterations take small ones up by 3.4^5 at most: under 1/200 of the norm they are not there yet."""
+    matrices = torch.randn(shape, dtype=dtype)
+    found = orthogonalize(matrices, dtype)
+    assert found.dtype == dtype
+    before, values = torch.linalg.svdvals(matrices), torch.linalg.svdvals(found)
+    there = before > before.norm(dim=1, keepdim=True) / 200
+    assert there.sum() >= 0.9 * there.numel()
+    assert 0.6 < values[there].min() <= values.max() < 1.3
+
+
+def test_singular_vectors_stay():
+    matrix = torch.randn(6, 4, dtype=torch.float64)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.mT @ orthogonalize(matrix[None], torch.float64)[0] @ vh.mT
+    torch.testing.assert_close(inner, inner.diagonal().diag(), rtol=0, atol=1e-12)
+    assert (inner.diagonal() > 0.6).all()
+
+
+def test_zeros_stay_zeros_beside_others():
+    batch = torch.stack([torch.zeros(4, 6), torch.randn(4, 6)])
+    found = orthogonalize(batch, torch.float32)
+    assert torch.equal(found[0], torch.zeros(4, 6))
+    assert torch.equal(found[1], orthogonalize(batch[1:], torch.float32)[0])
+
+
+@pytest.mark.parametrize("exponent", [-100, -120, 100])
+def test_scale_does_not_matter(exponent):
+    """To the last bit for powers of two, also where squares leave the range of fp32 (2^-100 is 1e-30)."""
+    matrices = torch.randn(2, 5, 7)
+    scaled = matrices * 2.0**exponent
+    assert torch.equal(orthogonalize(scaled, torch.float32), orthogonalize(matrices, torch.float32))
+
+
+def test_half_precision_is_asked_for():
+    matrices = torch.randn(1, 8, 8)
+    rough, exact = orthogonalize(matrices, torch.bfloat16), orthogonalize(matrices, torch.float32)
+    assert rough.dtype == torch.float32
+    assert not torch.equal(rough, exact)
+    assert (rough - exact).norm() < 0.1 * exact.norm()
