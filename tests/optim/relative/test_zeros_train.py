@@ -84,8 +84,8 @@ def train(model, optimizer):
         return F.cross_entropy(model(x), y).item()
 
 
-# A matrix of zeros starts at a hundredth of the size it needs, and its norm grows slowly from there: PathAdam and
-# PathMuon reach 1.77 and 1.67 from a zero head, 1.86 and 2.28 with adapters.
+# A matrix of zeros starts at a hundredth of the size it needs, and its norm grows slowly from there: PathAdam
+# and PathMuon reach 1.77 and 1.67 from a zero head, 1.86 and 2.28 with adapters.
 slow = pytest.mark.xfail(reason="a last layer of zeros grows too slowly", strict=True)
 
 
