@@ -73,9 +73,9 @@ class Lora(nn.Sequential):
 ADAMW = {ZeroHead: 1.373, ZeroBranches: 1.452, Lora: 1.446}
 
 
-def train(model, optimizer):
+def train(model, optimizer, steps=STEPS):
     """The loss on examples that were not seen, after training at a constant rate."""
-    for x, y in batches(1, STEPS):
+    for x, y in batches(1, steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -84,8 +84,8 @@ def train(model, optimizer):
         return F.cross_entropy(model(x), y).item()
 
 
-# A matrix of zeros starts at a hundredth of the size it needs, and its norm grows slowly from there: PathAdam and
-# PathMuon reach 1.77 and 1.67 from a zero head, 1.86 and 2.28 with adapters.
+# A matrix of zeros starts at a hundredth of the size it needs, and its norm grows slowly from there: PathAdam
+# and PathMuon reach 1.77 and 1.67 from a zero head, 1.86 and 2.28 with adapters.
 slow = pytest.mark.xfail(reason="a last layer of zeros grows too slowly", strict=True)
 
 
@@ -102,6 +102,18 @@ def test_zeros_train(network, make):
         assert torch.isfinite(p).all()
         assert p.requires_grad != torch.equal(p, start.get_parameter(name)), name
     assert loss <= 1.1 * ADAMW[network]
+
+
+# This task can do without the branches, so the test above does not see them. Beside the first convolution of
+# their branch, AdamW takes the zero ones to 0.9 of its norm, PathAdam to 0.03 and PathMuon to 0.004.
+@pytest.mark.xfail(reason="branches of zeros grow too slowly", strict=True)
+@pytest.mark.parametrize("make", [PathAdam, PathMuon])
+def test_zero_branches_grow(make):
+    torch.manual_seed(0)
+    model = ZeroBranches()
+    train(model, make(model, torch.zeros(1, 64)), steps=50)
+    for first, last in zip(model.first, model.last, strict=True):
+        assert last.weight.norm() >= 0.1 * first.weight.norm()
 
 
 @pytest.mark.parametrize("make", [PathAdam, PathMuon])

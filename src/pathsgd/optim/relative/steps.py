@@ -68,7 +68,9 @@ class RelativeSteps:
             own = [name for name, parameter in moved.items() if parameter.grad is not None]
             pick = measurement.pick(own)
             if any(groups[name][1].get("maximize") for name in own):
-                signs = {name: -1.0 if groups[name][1].get("maximize") else 1.0 for name in own}
+                signs: dict[str, float | Tensor] = {
+                    name: -1.0 if groups[name][1].get("maximize") else 1.0 for name in own
+                }
                 along = along * self._per_block(pick, signs, along)
             direction = find_growth(optimizer, [moved[name] for name in own], pick.counts, along)
             rates = self._per_block(pick, {name: groups[name][1].get("lr", 0.0) for name in own}, along)
