@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
-from pathsgd.graph.nodes import Add, Conv, Linear, Permute, Reshape, Slice, Source
+from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
@@ -39,8 +39,8 @@ class Block:
     family: int
     turns: bool
     """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
-    share: int
-    """How many blocks that turn lie in its region: a growth is divided between them."""
+    share: float
+    """How many blocks that turn lie in sequence in its region: a growth is divided between them."""
     depth: float
     """How many layers of its region lie in sequence."""
     orthogonal: bool
@@ -68,11 +68,15 @@ class Block:
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""
     units = unit_classes_of(end_at_statistics(graph))
+    readers = graph.readers()
     found: dict[str, list[Block]] = {}
+    family_of: dict[int, int] = {}
     families = 0
     for group in unit_groups(graph):
         rows = len(group.heads(units))
         cuts, output = _follow(graph, group, rows)
+        # Embeddings and positions are added up after views, so they are groups of their own, and one family.
+        first = family_of.setdefault(_find_sum(graph, readers, group.parts[0].node), families)
         for part in group.parts:
             info = _info(graph, part)
             if info.name in found:
@@ -80,10 +84,10 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
             axis = _axis(part, info, rows)
             whole = _whole(info, units, part, output)
             if axis is None:
-                found[info.name] = [replace(whole, family=families)]
+                found[info.name] = [replace(whole, family=first)]
                 continue
             found[info.name] = [
-                _rows(whole, units, axis, start, stop, families + k)
+                _rows(whole, units, axis, start, stop, first + k)
                 for k, (start, stop) in enumerate(pairwise(cuts))
             ]
         families += len(cuts) - 1
@@ -106,8 +110,8 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
     counted = {}
     for name, blocks in found.items():
         regions = graph.parameters[name].regions
-        share = max([1, *(turning[region] for region in regions)])
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
+        share = min(depth, max([1, *(turning[region] for region in regions)]))
         counted[name] = [replace(block, share=share, depth=depth) for block in blocks]
     return counted
 
@@ -146,7 +150,7 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
     fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
     return Block(
-        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1, 1.0,
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1.0, 1.0,
         wide and weighted and not depthwise and not end,
         tails, heads, fan_in,
     )  # fmt: skip
@@ -224,6 +228,18 @@ def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]
     changes = (member[1:] != member[:-1]).any(1).nonzero().flatten() + 1
     cuts = [0, *changes.tolist(), rows]
     return cuts if len(cuts) <= MOST + 1 else [0, rows], bool(outputs)
+
+
+def _find_sum(graph: PathGraph, readers: list[list[int]], k: int) -> int:
+    """The sum that node k goes into, if nothing else reads it."""
+    while k not in graph.ends and len(readers[k]) == 1:
+        (k,) = readers[k]
+        operation = graph.nodes[k].operation
+        if isinstance(operation, Add):
+            return k
+        if not isinstance(operation, (Reshape, Permute, Expand)):
+            break
+    return -1 - k
 
 
 def _adds_bias(graph: PathGraph, add: int, k: int) -> bool:

@@ -39,6 +39,8 @@ class RelativeCoordinates:
     from_u: dict[str, Tensor]
     turns: Tensor
     """Which blocks turn instead of growing, in their order."""
+    haste: Tensor
+    """How much faster than others they grow."""
     exponents: bool
 
 
@@ -129,7 +131,7 @@ class RelativeMeasurement:
         exponents = factors is not None and factors.factor.exponent is not None
         shift = self._shifts(scales, norms.device) if exponents else None
         norms = norms if shift is None else exact_ldexp(norms, shift)
-        size, turns = self._place(norms.device)[0].measure(norms, factors)
+        size, turns, haste = self._place(norms.device)[0].measure(norms, factors)
         size = size if shift is None else exact_ldexp(size, -shift)
         to_u, from_u = {}, {}
         for name, w in weights.items():
@@ -144,7 +146,7 @@ class RelativeMeasurement:
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
                 from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
-        return RelativeCoordinates(to_u, from_u, turns, exponents)
+        return RelativeCoordinates(to_u, from_u, turns, haste, exponents)
 
     def _shifts(self, scales: dict[str, _Scale], device: torch.device) -> Tensor:
         zero = torch.zeros((), dtype=torch.int32, device=device)

@@ -15,6 +15,9 @@ from pathsgd.optim.relative.blocks import Block
 SHARE = 0.1
 """A matrix has at least this share of its family's size, so that one of zeros moves."""
 
+SMALL = 0.5
+"""A matrix that is smaller than this share of its family's size grows as fast as one of that size."""
+
 
 class SizeTable:
     """What the sizes of these blocks are computed from, laid out for one device."""
@@ -36,7 +39,6 @@ class SizeTable:
         edges = [sum(blocks[k].numel for k in own) for own in members]
         units = [max(1, blocks[own[0]].length) for own in members]
         self.numel = put([block.numel for block in blocks])
-        self.share = put([SHARE if block.turns else 1.0 for block in blocks])
         self.turns = torch.tensor([block.turns for block in blocks], device=device)
         self.family = torch.tensor([number[block.family] for block in blocks], device=device)
         self.members = pad([torch.tensor(own) for own in members], len(blocks))
@@ -45,8 +47,9 @@ class SizeTable:
         self.tails = pad([block.tails.unique() for block in blocks], -1)
         self.heads = pad([blocks[own[0]].heads.unique() for own in members], -1)
 
-    def measure(self, norms: Tensor, factors: UnitFactors | None) -> tuple[Tensor, Tensor]:
-        """(sizes, which blocks turn) from the norms of all blocks' z, in fp64."""
+    def measure(self, norms: Tensor, factors: UnitFactors | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(sizes, which blocks turn, how much faster than others they grow) from the norms of all blocks' z, in
+        fp64."""
         rms = norms / self.numel.sqrt()
         tails = heads = torch.ones_like(rms[:1])
         if factors is not None:
@@ -57,11 +60,12 @@ class SizeTable:
             tails, heads = _mean_square(magnitude, self.tails), _mean_square(magnitude, self.heads)
         # In units of what a weight contributes to the unit it leads into.
         power = torch.cat([(rms * tails).square() * self.numel, rms.new_zeros(1)])[self.members].sum(1)
-        typical = torch.maximum((power / self.edges).sqrt(), SHARE * heads / self.fan_in.sqrt())
-        given = self.share * typical[self.family] / tails
-        size = torch.where(self.turns, torch.maximum(rms, given), given)
+        typical = torch.maximum((power / self.edges).sqrt(), heads / self.fan_in.sqrt())
+        given = typical[self.family] / tails
+        size = torch.where(self.turns, torch.maximum(rms, SHARE * given), given)
         # A block that is smaller than the size its family gives it grows freely.
-        return size, self.turns & (rms >= size)
+        turns = self.turns & (rms >= size)
+        return size, turns, torch.where(rms < SMALL * given, given / size, 1)
 
     def find_noise(self, norms: Tensor, bound: float) -> Tensor:
         """Which blocks that do not turn, as biases, have a gradient that is nothing beside their family's: it

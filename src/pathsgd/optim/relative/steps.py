@@ -75,7 +75,9 @@ class RelativeSteps:
             direction = find_growth(optimizer, [moved[name] for name in own], pick.counts, along)
             rates = self._per_block(pick, {name: groups[name][1].get("lr", 0.0) for name in own}, along)
             decays = {name: groups[name][1].get("weight_decay", 0.0) for name in own}
-            factor = torch.exp(rates * self.growth * pick.shares * direction)
+            haste = pick.of(coordinates.haste)
+            speed = torch.where(haste > 1, haste, pick.shares)
+            factor = torch.exp(rates * self.growth * speed * direction)
             if any(decays.values()):
                 factor = factor * (1 - rates * self._per_block(pick, decays, along))
             return factor
