@@ -25,8 +25,10 @@ def test_path_muon(name):
     assert loss(name, PathMuon) <= 1.1 * ADAMW[name]
 
 
-# At 0.06: mlp 0.100, cnn 0.067, batch-norm 0.067, gpt 1.417.
-@pytest.mark.xfail(reason="at its default rate PathAdam is 12% to 36% behind after 150 steps", strict=True)
-@pytest.mark.parametrize("name", ADAMW)
+# PathAdam has 0.080, 0.056 and 1.04 there; with batch norm 0.069 (0.038 against 0.027 after 300 steps).
+behind = pytest.mark.xfail(reason="with batch norm PathAdam is a third behind after 150 steps", strict=True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("batch-norm", marks=behind), "gpt"])
 def test_path_adam(name):
     assert loss(name, PathAdam) <= 1.1 * ADAMW[name]

@@ -13,6 +13,7 @@ import pathsgd
 from pathsgd import PathAdam, PathMuon
 from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.range_check import measure_in_range
+from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import Transformer, Vgg
 
@@ -32,7 +33,7 @@ def build(network, make, **options):
     model = network().double().eval()  # running statistics stay
     x = torch.randn(network.example, dtype=torch.float64)
     optimizer = make(model, x, **options)
-    graph = optimizer.graph
+    graph = end_at_statistics(optimizer.graph)
     with torch.no_grad():
         factors = measure_in_range(graph, graph.tensors(model), 2, measure_unit_factors)
     assert factors.factor.exponent is None
@@ -105,12 +106,13 @@ def test_growth_is_measured_in_units_of_lr(make):
 
 @pytest.mark.parametrize("lr", [0.01, 0.04, 0.1])
 def test_a_step_of_path_muon_turns_by_lr(lr):
+    """By sqrt(2 / 3) of it: three layers in sequence share the step."""
     model, x, optimizer, z = build(Mlp, PathMuon, lr=lr)
     before = {name: z(name) for name in ("0.weight", "2.weight")}
     step(model, x, optimizer)
     for name, old in before.items():
         cosine = F.cosine_similarity(old.flatten(), z(name).flatten(), 0).item()
-        assert math.acos(cosine) == pytest.approx(lr, rel=0.1), name
+        assert math.acos(cosine) == pytest.approx(lr * math.sqrt(2 / 3), rel=0.1), name
 
 
 def test_rows_that_are_read_apart_turn_apart():

@@ -10,12 +10,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pathsgd.geometry.canonical import UnitFactors
 from pathsgd.geometry.extended_float import exact_ldexp
+from pathsgd.graph.unit_classes import FIXED
 from pathsgd.optim.relative.blocks import Block
 
 SHARE = 0.1
 """A matrix has at least this share of its family's size, so that one of zeros moves."""
 
-SMALL = 0.5
+SMALL = 0.3
 """A matrix that is smaller than this share of its family's size grows as fast as one of that size."""
 
 
@@ -36,20 +37,26 @@ class SizeTable:
         def pad(rows: list[Tensor], empty: int) -> Tensor:
             return pad_sequence(rows, batch_first=True, padding_value=empty).to(device)
 
+        # A family's size is that of its matrices, if it has any.
+        leads = {
+            k for own in members for k in own if blocks[k].turns or not any(blocks[j].turns for j in own)
+        }
         edges = [sum(blocks[k].numel for k in own) for own in members]
         units = [max(1, blocks[own[0]].length) for own in members]
         self.numel = put([block.numel for block in blocks])
         self.turns = torch.tensor([block.turns for block in blocks], device=device)
         self.family = torch.tensor([number[block.family] for block in blocks], device=device)
         self.members = pad([torch.tensor(own) for own in members], len(blocks))
-        self.edges = put(edges)
+        self.leading = put([block.numel * (k in leads) for k, block in enumerate(blocks)])
+        self.edges = put([sum(blocks[k].numel for k in own if k in leads) for own in members])
         self.fan_in = put([max(1.0, n / m) for n, m in zip(edges, units, strict=True)])
         self.tails = pad([block.tails.unique() for block in blocks], -1)
+        self.least = put([SHARE if FIXED in blocks[own[0]].heads else 1.0 for own in members])
         self.heads = pad([blocks[own[0]].heads.unique() for own in members], -1)
 
     def measure(self, norms: Tensor, factors: UnitFactors | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(sizes, which blocks turn, how much faster than others they grow) from the norms of all blocks' z, in
-        fp64."""
+        """(sizes, which blocks turn, how much faster than others they grow) from the norms of all blocks' z,
+        in fp64."""
         rms = norms / self.numel.sqrt()
         tails = heads = torch.ones_like(rms[:1])
         if factors is not None:
@@ -59,8 +66,8 @@ class SizeTable:
                 magnitude = exact_ldexp(magnitude, exponent.clamp(-1000, 1000))
             tails, heads = _mean_square(magnitude, self.tails), _mean_square(magnitude, self.heads)
         # In units of what a weight contributes to the unit it leads into.
-        power = torch.cat([(rms * tails).square() * self.numel, rms.new_zeros(1)])[self.members].sum(1)
-        typical = torch.maximum((power / self.edges).sqrt(), heads / self.fan_in.sqrt())
+        power = torch.cat([(rms * tails).square() * self.leading, rms.new_zeros(1)])[self.members].sum(1)
+        typical = torch.maximum((power / self.edges).sqrt(), self.least * heads / self.fan_in.sqrt())
         given = typical[self.family] / tails
         size = torch.where(self.turns, torch.maximum(rms, SHARE * given), given)
         # A block that is smaller than the size its family gives it grows freely.
