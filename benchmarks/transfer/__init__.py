@@ -1,5 +1,13 @@
-"""Does one learning rate train every network? ``python -m benchmarks.transfer --help``.
+"""Does one learning rate train every network?
 
-networks -> tasks -> methods -> train (one job) -> run (many jobs on one GPU) -> records -> table, figure;
-plan writes the jobs, pack the images.
+    python -m benchmarks.transfer pack CIFAR_FOLDER DATA              # if the images have to travel
+    python -m benchmarks.transfer plan rates jobs.json
+    python -m benchmarks.transfer run jobs.json OUT --data DATA --workers 14
+    cat OUT/records.jsonl >> results/transfer/records.jsonl           # the next stage starts from these
+    python -m benchmarks.transfer plan seeds jobs.json                # also: path-rates, rebalanced
+    python -m benchmarks.transfer table
+    python -m benchmarks.transfer figure
+
+networks and tasks, methods and muon -> train (one job) -> run (many jobs on one GPU) -> records -> table,
+verdicts, figure. plan writes jobs, pack the images.
 """

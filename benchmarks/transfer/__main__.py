@@ -9,7 +9,7 @@ from pathlib import Path
 from . import __doc__ as about
 from .networks import NETWORKS
 from .pack import pack_folder
-from .plan import STAGES, Setting, plan
+from .plan import LONG, STAGES, Setting, plan
 from .records import read_jobs, read_records, without_recorded, write_jobs
 from .run import run_jobs
 from .train import STARTS
@@ -34,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--records", type=Path, nargs="*", default=[RESULTS], help="folders or files of records"
     )
     command.add_argument(
-        "--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK"
-    )
+        "--networks", nargs="+", choices=list(NETWORKS), metavar="NETWORK",
+        help="all of them; four for more than five epochs",
+    )  # fmt: skip
     command.add_argument("--methods", nargs="+", default=[], metavar="METHOD")
     command.add_argument("--starts", nargs="+", default=None, choices=STARTS, metavar="START")
     command.add_argument("--epochs", type=int, default=5)
@@ -63,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.command == "plan":
         records = read_records(options.records)
         starts = options.starts or (("balanced", "unbalanced") if options.stage == "seeds" else ("balanced",))
-        setting = Setting(options.networks, options.methods, starts, options.epochs)
+        networks = options.networks or (LONG if options.epochs > 5 else tuple(NETWORKS))
+        setting = Setting(networks, options.methods, starts, options.epochs)
         jobs = without_recorded(plan(options.stage, setting, records), records)
         write_jobs(options.jobs, jobs)
         print(f"{options.jobs}: {len(jobs)} jobs")

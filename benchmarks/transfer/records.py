@@ -97,13 +97,12 @@ def cells_of(records: Iterable[Record]) -> Cells:
             # Muon's second rate makes another cell under the same label.
             grouped.setdefault((*key, record["method"], record["lr"]), []).append(record)
     cells: Cells = {}
-    for (*key, method, lr), group in grouped.items():
+    for (network, name, start, epochs, method, lr), group in grouped.items():
         group.sort(key=lambda r: r["seed"])
         values = tuple(None if r["diverged"] else r["value"] for r in group)
-        cells.setdefault(tuple(key), []).append(Cell(values, lr, group[0]["rate"], method))  # type: ignore[arg-type]
-    for group in cells.values():
-        group.sort(key=lambda cell: cell.rate)
-    return cells
+        cell = Cell(values, lr, group[0]["rate"], method)
+        cells.setdefault((network, name, start, epochs), []).append(cell)
+    return {key: sorted(by_rate, key=lambda cell: cell.rate) for key, by_rate in cells.items()}
 
 
 def best_rate(cells: Cells, network: str, method_label: str, start: str, epochs: int) -> Cell | None:

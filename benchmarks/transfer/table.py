@@ -21,8 +21,9 @@ TITLES = {
 HEAD = """{count} runs on {device}, torch {torch}; {failed} failed. SHA-256 of the data: {data}.
 
 Validation error in percent (CIFAR-10) or loss in nats (text, digits): mean ± standard deviation over seeds.
-A rate in brackets is the best of a grid of factor √10, chosen for each network with one seed; where there is
-none, the method has its one default rate. Bold: the best of a row."""
+A rate in brackets is the best of a grid of factor √10, chosen for each network with one seed, from the
+weights as initialised if no grid was run from that start; where there is none, the method has its one
+default rate. Bold: the best of a row."""
 
 
 def write_table(records: Sequence[Record], into: Path) -> Path:

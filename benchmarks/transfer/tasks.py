@@ -132,8 +132,9 @@ class Text:
 @functools.cache
 def cifar(folder: Path, device: str) -> Images:
     """20000 images of CIFAR-10, normalised per channel, and its 10000 test images."""
-    x, y, x_valid, y_valid = (t.to(device) for t in read_cifar(folder))
-    digest = _hash(x.cpu().numpy().tobytes())
+    data = read_cifar(folder)
+    digest = _hash(data[0].numpy().tobytes())
+    x, y, x_valid, y_valid = (t.to(device) for t in data)
     x, x_valid = x.float() / 255, x_valid.float() / 255
     mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     x, x_valid = (x - mean) / std, (x_valid - mean) / std

@@ -286,6 +286,8 @@ def test_the_commands_write_table_and_figure(tmp_path, capsys):
     assert command.main(arguments) == 0
     assert f"{jobs}: 5 jobs" in capsys.readouterr().out
     assert len(json.loads(jobs.read_text())) == 5
+    assert command.main(["plan", "rates", str(jobs), "--records", str(tmp_path), "--epochs", "30"]) == 0
+    assert {job["network"] for job in json.loads(jobs.read_text())} == set(plan.LONG)
     assert command.main(["table", str(tmp_path), "--into", str(tmp_path)]) == 0
     assert command.main(["figure", str(tmp_path), "--into", str(tmp_path)]) == 0
     assert (tmp_path / "table.md").read_text().startswith("# One learning rate")
