@@ -78,8 +78,9 @@ def traced(depth):
     return pathsgd.trace(deep(depth), data()[0])
 
 
-@both
-@pytest.mark.parametrize(("depth", "steps"), [(60, 8), (300, 1)])
+@pytest.mark.parametrize(
+    ("make", "depth", "steps"), [(PathAdam, 60, 8), (PathMuon, 60, 8), (PathMuon, 300, 1)]
+)
 def test_depth(make, depth, steps):
     """A step moves a matrix by about lr of its norm, and a bias by no more than its layer's weights."""
     x, y = data()
