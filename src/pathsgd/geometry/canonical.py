@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork, Values
-from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.range_check import RangeCheck, run_forward
 from pathsgd.graph.nodes import Shape
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
@@ -117,13 +117,7 @@ def _pad(lists: list[list[int]], empty: int) -> Tensor:
 def measure_unit_factors(network: PoweredNetwork, check: RangeCheck | None) -> UnitFactors:
     """Both passes, and the factors from what arrives at the units and what leaves them."""
     places = places_of(network.graph, network.device)
-    needed = network.needed_by_backward()
-    gamma_in: Values = {}
-    for k, value in network.forward():
-        if k in needed:
-            gamma_in[k] = value
-        if check is not None:
-            check.see(k, value, forward=True)
+    gamma_in = run_forward(network, check)
     arriving = {k: gamma_in[k] for k in places.read}
     leaving: Values = {}
     for k, value in network.backward(gamma_in):

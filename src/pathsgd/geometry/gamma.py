@@ -15,9 +15,9 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.operations.extended_views import apply_view
-from pathsgd.geometry.passes import PoweredNetwork, Values
+from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import RangeCheck, measure_in_range
+from pathsgd.geometry.range_check import RangeCheck, measure_in_range, run_forward
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
 from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
@@ -304,14 +304,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     """Both passes, and gamma of every parameter as the backward pass meets its uses. ``check`` is shown the
     numbers as they come."""
     graph, arithmetic = network.graph, network.arithmetic
-    needed = network.needed_by_backward()
-    gamma_in: Values = {}
-    for k, value in network.forward():
-        if k in needed:
-            gamma_in[k] = value
-        if check is not None:
-            check.see(k, value, forward=True)
-    value = None  # type: ignore[assignment]  # not kept alive by this name
+    gamma_in = run_forward(network, check)
     uses = Counter(weight.parameter.name for _, weight in graph.weights() if weight.parameter is not None)
     # gamma_out is the same for every bias of one sum, as for the two of a batch norm.
     sums = biased_sums(graph.nodes, graph.ends)

@@ -141,6 +141,18 @@ class RangeCheck:
         return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
 
 
+def run_forward(network: PoweredNetwork, check: RangeCheck | None) -> Values:
+    """gamma_in of the nodes that the backward pass and gamma ask for; a check is shown all of them."""
+    needed = network.needed_by_backward()
+    gamma_in: Values = {}
+    for k, value in network.forward():
+        if k in needed:
+            gamma_in[k] = value
+        if check is not None:
+            check.see(k, value, forward=True)
+    return gamma_in
+
+
 Measure = Callable[[PoweredNetwork, RangeCheck | None], T]
 """Runs the passes over a network and shows a check, if there is one, the numbers as they come."""
 

@@ -71,5 +71,5 @@ class PathMuon(PathNormalized):
 
     def _share(self, base: Optimizer) -> None:
         super()._share(base)
-        if isinstance(base, RelativeMuon) and hasattr(self, "_relative"):
+        if isinstance(base, RelativeMuon):
             base.blocks_of = self._relative.blocks_of

@@ -44,7 +44,8 @@ class PathNormalized(PathOptimizer):
     z being the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root
     mean square of each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it
     had, so that it turns, and its norm grows at a rate of its own. What falls back takes the same steps on
-    the weights themselves. Learning rates are then angles, about 0.05, for any network.
+    the weights themselves. With a base that normalises its direction, as Adam does, a learning rate is then
+    an angle.
 
     Args:
         optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.
@@ -126,6 +127,8 @@ class PathNormalized(PathOptimizer):
             elif fallen:
                 grouped = bool(params) and isinstance(params[0], dict)
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
+        self.relative = relative
+        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth)
         base = optimizer_class(params, **options)
         self.gamma_cache.check_known(base.param_groups)
         for group in base.param_groups:
@@ -134,8 +137,6 @@ class PathNormalized(PathOptimizer):
         super().__init__(self.param_groups, base.defaults)
         self.base, self.p, self.max_relative_step = base, p, max_relative_step
         self._step_limit = StepLimit(self.gamma_cache)
-        self.relative = relative
-        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth)
         self._share(base)
 
     def _split(self, params: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
@@ -194,18 +195,9 @@ class PathNormalized(PathOptimizer):
         if self.fallback is not None:
             self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
-        self._restore_growth(state_dict)
+        self._restore_precision(state_dict, (GROWTH,))
         for hook in after:
             hook(self)
-
-    def _restore_growth(self, state_dict: Any) -> None:
-        """In its own precision: torch rounds state to the parameter's."""
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            kept = state_dict["state"].get(number, {}).get(GROWTH)
-            if kept is not None:
-                self.state[parameter][GROWTH] = kept.detach().clone().to(parameter.device)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (

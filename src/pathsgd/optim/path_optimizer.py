@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,6 +92,16 @@ class PathOptimizer(Optimizer):
         self.gamma_cache.refresh()
         if self._dispatch is not None:
             self._dispatch.forget()
+
+    def _restore_precision(self, state_dict: Any, keys: Sequence[str]) -> None:
+        """State of these names as it was saved: torch rounds it to the parameter's precision."""
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key in keys:
+                kept = state_dict["state"].get(number, {}).get(key)
+                if kept is not None:
+                    self.state[parameter][key] = kept.detach().clone().to(parameter.device)
 
     def _ready_chains(self, rules: dict[int, Rule], state_of: Callable[[Tensor], State]) -> list[Ready]:
         """The chains that a fused implementation can move now, given the rules of parameters by id."""

@@ -17,6 +17,7 @@ from pathsgd.graph.trace import Example
 from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
 from pathsgd.optim.relative.coordinates import Coordinates
+from pathsgd.optim.relative.growth import KEY as GROWTH
 from pathsgd.optim.relative.sgd import step_normalised
 from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import (
@@ -182,12 +183,7 @@ class PathSGD(PathOptimizer):
             state_dict: what :meth:`state_dict` returned.
         """
         super().load_state_dict(state_dict)
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, kept in state_dict["state"].get(number, {}).items():
-                if kept is not None and kept.dtype != parameter.dtype:
-                    self.state[parameter][name] = kept.detach().clone().to(parameter.device)
+        self._restore_precision(state_dict, ("momentum_buffer", GROWTH))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {

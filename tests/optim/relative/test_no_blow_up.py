@@ -79,7 +79,8 @@ def traced(depth):
 
 
 @pytest.mark.parametrize(
-    ("make", "depth", "steps"), [(PathAdam, 60, 8), (PathMuon, 60, 8), (PathMuon, 300, 1)]
+    ("make", "depth", "steps"),
+    [(PathAdam, 60, 10), (PathMuon, 60, 10), (PathAdam, 100, 3), (PathMuon, 300, 1)],
 )
 def test_depth(make, depth, steps):
     """A step moves a matrix by about lr of its norm, and a bias by no more than its layer's weights."""

@@ -50,11 +50,10 @@ class Block:
     """The classes of the units that its weights come from."""
     heads: Tensor
     """The classes of the units that they lead into."""
-    fan_in: int
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor of the parameter's shape, as a view."""
-        if self.length == self.shape[self.axis] if self.shape else True:
+        if not self.shape or self.length == self.shape[self.axis]:
             return tensor
         return tensor.narrow(self.axis, self.start, self.length)
 
@@ -148,11 +147,10 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     edge = units.parameters.get(info.name)
     tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
-    fan_in = math.prod(shape) // max(1, shape[0]) if shape else 1
     return Block(
         info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1.0, 1.0,
         wide and weighted and not depthwise and not end,
-        tails, heads, fan_in,
+        tails, heads,
     )  # fmt: skip
 
 
@@ -164,17 +162,8 @@ def _rows(whole: Block, units: UnitClasses, axis: int, start: int, stop: int, fa
             ids.narrow(axis, start, stop - start).flatten() if ids.shape[axis] > 1 else ids.flatten()
             for ids in (edge.tail, edge.head)
         )
-    fan_in = math.prod(whole.shape) // max(1, whole.shape[axis])
-    return replace(
-        whole,
-        axis=axis,
-        start=start,
-        length=stop - start,
-        family=family,
-        tails=tails,
-        heads=heads,
-        fan_in=fan_in,
-    )
+    length = stop - start
+    return replace(whole, axis=axis, start=start, length=length, family=family, tails=tails, heads=heads)
 
 
 def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:

@@ -39,15 +39,17 @@ class RelativeCoordinates:
     from_u: dict[str, Tensor]
     turns: Tensor
     """Which blocks turn instead of growing, in their order."""
-    haste: Tensor
-    """How much faster than others they grow."""
+    catch_up: Tensor
+    """How much faster than others those grow that are too small; 1 for the others."""
     exponents: bool
 
 
 @dataclass(frozen=True)
-class Pick:
-    """The blocks of some of the parameters."""
+class BlockSubset:
+    """The blocks of some of the parameters, on one device."""
 
+    names: tuple[str, ...]
+    """Of these parameters."""
     blocks: list[Block]
     counts: list[int]
     """How many each of the parameters has."""
@@ -81,25 +83,25 @@ class RelativeMeasurement:
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
         self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
-        self._picks: dict[tuple[str, ...], Pick] = {}
-        self._device = torch.device("cpu")
+        self._subsets: dict[tuple[tuple[str, ...], torch.device], BlockSubset] = {}
 
-    def pick(self, names: Sequence[str]) -> Pick:
+    def subset(self, names: Sequence[str], device: torch.device) -> BlockSubset:
         """The blocks of these parameters."""
-        key = tuple(names)
-        if key not in self._picks:
+        key = tuple(names), device
+        if key not in self._subsets:
             chosen = set(names)
             index = [k for k, block in enumerate(self.blocks) if block.name in chosen]
             blocks = [self.blocks[k] for k in index]
             shares = [1 / block.share for block in blocks]
-            self._picks[key] = Pick(
+            self._subsets[key] = BlockSubset(
+                tuple(names),
                 blocks,
                 [len(self.by_name[name]) for name in names],
-                None if len(index) == len(self.blocks) else torch.tensor(index, device=self._device),
+                None if len(index) == len(self.blocks) else torch.tensor(index, device=device),
                 [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks],
-                torch.tensor(shares, dtype=torch.float64, device=self._device),
+                torch.tensor(shares, dtype=torch.float64, device=device),
             )
-        return self._picks[key]
+        return self._subsets[key]
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return end_at_statistics(graph)
@@ -113,8 +115,6 @@ class RelativeMeasurement:
 
     def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
         tensors, dtype = network.edges.tensors, network.arithmetic.dtype
-        if self.coordinates == "weights":
-            return self._divide_by_sizes(tensors, dtype, None, {})
         factors = measure_unit_factors(network, check)
         _, edges = self._place(network.device)
         scales = {n: _canonical_scale(factors, edges[n], tensors[n]) for n in self.names if n in edges}
@@ -131,7 +131,7 @@ class RelativeMeasurement:
         exponents = factors is not None and factors.factor.exponent is not None
         shift = self._shifts(scales, norms.device) if exponents else None
         norms = norms if shift is None else exact_ldexp(norms, shift)
-        size, turns, haste = self._place(norms.device)[0].measure(norms, factors)
+        size, turns, catch_up = self._place(norms.device)[0].measure(norms, factors)
         size = size if shift is None else exact_ldexp(size, -shift)
         to_u, from_u = {}, {}
         for name, w in weights.items():
@@ -146,7 +146,7 @@ class RelativeMeasurement:
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
                 from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
-        return RelativeCoordinates(to_u, from_u, turns, haste, exponents)
+        return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents)
 
     def _shifts(self, scales: dict[str, _Scale], device: torch.device) -> Tensor:
         zero = torch.zeros((), dtype=torch.int32, device=device)
@@ -158,14 +158,14 @@ class RelativeMeasurement:
         step would blow them up."""
         if not grads:
             return
-        pick = self.pick(list(grads))
-        blocks = pick.blocks_of(grads)
+        subset = self.subset(list(grads), next(iter(grads.values())).device)
+        blocks = subset.blocks_of(grads)
         norms = torch.stack(list(foreach("norm", blocks, 2, dtype=torch.float64)))
-        if pick.index is not None:
-            norms = norms.new_zeros(len(self.blocks)).index_copy(0, pick.index, norms)
+        if subset.index is not None:
+            norms = norms.new_zeros(len(self.blocks)).index_copy(0, subset.index, norms)
         bound = NOISE * torch.finfo(blocks[0].dtype).eps
-        noise = pick.of(self._place(norms.device)[0].find_noise(norms, bound))
-        for block, own, zero in zip(pick.blocks, blocks, noise.unbind(), strict=True):
+        noise = subset.of(self._place(norms.device)[0].find_noise(norms, bound))
+        for block, own, zero in zip(subset.blocks, blocks, noise.unbind(), strict=True):
             if not block.turns:
                 own.masked_fill_(zero, 0)
 
@@ -177,8 +177,6 @@ class RelativeMeasurement:
                 for name, edge in self.edges.items()
             }
             self._placed[device] = SizeTable(self.blocks, device), edges
-            self._picks.clear()
-            self._device = device
         return self._placed[device]
 
 

@@ -64,7 +64,7 @@ class SizeTable:
             magnitude = magnitude.double()
             if exponent is not None:
                 magnitude = exact_ldexp(magnitude, exponent.clamp(-1000, 1000))
-            tails, heads = _mean_square(magnitude, self.tails), _mean_square(magnitude, self.heads)
+            tails, heads = _root_mean_square(magnitude, self.tails), _root_mean_square(magnitude, self.heads)
         # In units of what a weight contributes to the unit it leads into.
         power = torch.cat([(rms * tails).square() * self.leading, rms.new_zeros(1)])[self.members].sum(1)
         typical = torch.maximum((power / self.edges).sqrt(), self.least * heads / self.fan_in.sqrt())
@@ -82,7 +82,7 @@ class SizeTable:
         return ~self.turns & (rms < bound * largest[self.family])
 
 
-def _mean_square(magnitude: Tensor, index: Tensor) -> Tensor:
+def _root_mean_square(magnitude: Tensor, index: Tensor) -> Tensor:
     """The root mean square over the classes of every row."""
     filled = index >= 0
     squares = magnitude[index.clamp(min=0)].square() * filled

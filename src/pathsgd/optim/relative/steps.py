@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.coordinates import Coordinates, Pick, RelativeMeasurement
+from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.view import RelativeView
 
@@ -64,23 +64,18 @@ class RelativeSteps:
         with torch.no_grad():
             coordinates = self.gamma_cache.get(measurement, self.p)
 
-        def grow(along: Tensor) -> Tensor:
-            own = [name for name, parameter in moved.items() if parameter.grad is not None]
-            pick = measurement.pick(own)
-            if any(groups[name][1].get("maximize") for name in own):
-                signs: dict[str, float | Tensor] = {
-                    name: -1.0 if groups[name][1].get("maximize") else 1.0 for name in own
-                }
-                along = along * self._per_block(pick, signs, along)
-            direction = find_growth(optimizer, [moved[name] for name in own], pick.counts, along)
-            rates = self._per_block(pick, {name: groups[name][1].get("lr", 0.0) for name in own}, along)
-            decays = {name: groups[name][1].get("weight_decay", 0.0) for name in own}
-            haste = pick.of(coordinates.haste)
-            speed = torch.where(haste > 1, haste, pick.shares)
-            factor = torch.exp(rates * self.growth * speed * direction)
-            if any(decays.values()):
-                factor = factor * (1 - rates * self._per_block(pick, decays, along))
-            return factor
+        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
+            def option(name: str, default: float) -> float | Tensor:
+                return self._per_block(
+                    subset, {n: groups[n][1].get(name, default) for n in subset.names}, along
+                )
+
+            along = along * (1 - 2 * option("maximize", False))
+            direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
+            lr, catch_up = option("lr", 0.0), subset.of(coordinates.catch_up)
+            speed = torch.where(catch_up > 1, catch_up, subset.shares)
+            factor = torch.exp(lr * self.growth * speed * direction)
+            return factor * (1 - lr * option("weight_decay", 0.0))
 
         view = RelativeView(moved, measurement, coordinates, grow)
         with torch.no_grad(), view.entered():
@@ -89,9 +84,9 @@ class RelativeSteps:
         return loss
 
     @staticmethod
-    def _per_block(pick: Pick, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
+    def _per_block(subset: BlockSubset, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
         """An option of every block; one number where all have the same."""
-        found = [values[block.name] for block in pick.blocks]
+        found = [values[block.name] for block in subset.blocks]
         if all(value is found[0] or value == found[0] for value in found[1:]):
             return found[0]
         return torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in found])

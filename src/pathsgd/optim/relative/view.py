@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import foreach
-from pathsgd.optim.relative.coordinates import RelativeCoordinates, RelativeMeasurement
+from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
 
-Grow = Callable[[Tensor], Tensor]
-"""From <g, u> of every block to the factor by which its norm grows."""
+Grow = Callable[[BlockSubset, Tensor], Tensor]
+"""From <g, u> of each of these blocks to the factor by which its norm grows."""
 
 
 class RelativeView:
@@ -102,24 +102,24 @@ class RelativeView:
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
-        found = [p.grad is not None for p in self.parameters]
-        names = [name for name, has in zip(self.names, found, strict=True) if has]
-        if not names:
+        turning = [
+            k
+            for k, (name, p) in enumerate(zip(self.names, self.parameters, strict=True))
+            if p.grad is not None and self.measurement.by_name[name][0].turns
+        ]
+        if not turning:
             return
-        pick = self.measurement.pick(names)
+        subset = self.measurement.subset([self.names[k] for k in turning], moved[0].device)
 
-        def blocks_of(tensors: list[Tensor]) -> list[Tensor]:
-            return pick.blocks_of({n: t for n, t, has in zip(self.names, tensors, found, strict=True) if has})
+        def blocks_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+            return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        self._shorten(pick.ratios, before, blocks)
-        grads = [
-            u if p.grad is None else p.grad.to(u.dtype) for p, u in zip(self.parameters, self.u, strict=True)
-        ]
-        products = foreach("mul", blocks_of(grads), before)
-        growth = self.grow(torch.stack([product.sum(dtype=torch.float64) for product in products]))
+        self._shorten(subset.ratios, before, blocks)
+        products = foreach("mul", blocks_of([p.grad for p in self.parameters]), before)
+        growth = self.grow(subset, torch.stack([product.sum(dtype=torch.float64) for product in products]))
         old, new = _norms(before), _norms(blocks)
-        turns = pick.of(self.coordinates.turns) & (old > 0) & (new > 0)
+        turns = subset.of(self.coordinates.turns) & (old > 0) & (new > 0)
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
