@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from pathsgd._torch import is_compiling
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.operations.extended_views import cat
 
-BLOCK = 1 << 18
-"""Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
+BLOCK = 1 << 20
+"""Entries of W in one block: few enough to stay in the cache, many enough that calls of torch cost little."""
 
 BLOCK_ON_DEVICE = 1 << 25
 """Elsewhere a block only bounds the memory: few large kernels are faster than many small ones."""
@@ -59,17 +62,33 @@ def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tenso
     """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
     outputs, inputs = weight.shape
     block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
-    if weight.numel() <= block_size:
-        return x @ arithmetic.power(weight).t()
     if weight.stride(0) >= weight.stride(1):
-        step = max(block_size // inputs, 1)
-        parts = [x @ arithmetic.power(block).t() for block in weight.split(step)]
-        return torch.cat(parts, 1)
-    step = max(block_size // outputs, 1)
-    y = x.new_zeros(x.shape[0], outputs)
-    for columns, block in zip(x.split(step, 1), weight.split(step, 1), strict=True):
-        y = y.addmm(columns, arithmetic.power(block).t())
-    return y
+        parts = [x @ edges.t() for edges in _powers(arithmetic, weight, max(block_size // max(inputs, 1), 1))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    step = max(block_size // max(outputs, 1), 1)
+    parts = [
+        columns @ edges
+        for columns, edges in zip(x.split(step, 1), _powers(arithmetic, weight.t(), step), strict=True)
+    ]
+    # A sum of sums: adding thousands of numbers to one by one would lose digits.
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+_scratch = threading.local()
+
+
+def _powers(arithmetic: Arithmetic, weight: Tensor, rows: int) -> Iterator[Tensor]:
+    """``|W|^p``, so many rows at a time. On a CPU the squares are written to the same memory each time, which
+    takes a fifth of the time that new memory does."""
+    blocks = weight.split(rows)
+    if weight.device.type != "cpu" or arithmetic.p != 2 or arithmetic.as_given or is_compiling():
+        yield from map(arithmetic.power, blocks)
+        return
+    kept = getattr(_scratch, "block", None)
+    if kept is None or kept.dtype != weight.dtype or kept.numel() < blocks[0].numel():
+        _scratch.block = kept = torch.empty(blocks[0].numel(), dtype=weight.dtype)
+    for block in blocks:
+        yield torch.mul(block, block, out=kept[: block.numel()].view(block.shape))
 
 
 def _max_product(x: Tensor, edges: Tensor) -> Tensor:
