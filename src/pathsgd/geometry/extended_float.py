@@ -114,9 +114,17 @@ class Arithmetic:
         """The sum (or the maximum) over ``dims``, kept with size one."""
         if not dims:  # torch takes no axes for all axes
             return x
-        x = self.align(x, dims)
-        reduce = x.mantissa.amax if math.isinf(self.p) else x.mantissa.sum
-        return self.normalise(ExtendedFloat(reduce(tuple(dims), keepdim=True), x.exponent))
+        mantissa, exponent = self.align(x, dims)
+        if math.isinf(self.p):
+            return self.normalise(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
+        # The copies along an expanded axis are counted, not added up.
+        repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
+        times = math.prod(mantissa.shape[d] for d in repeated)
+        for d in repeated:
+            mantissa = mantissa.narrow(d, 0, 1)
+        rest = tuple(d for d in dims if mantissa.shape[d] != 1)
+        mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
+        return self.normalise(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
 
     def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """The sum (or the maximum) of several values of one shape."""
@@ -167,7 +175,8 @@ class Arithmetic:
         exponent = None
         if self.exponents:
             exponent = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
-        return ExtendedFloat(torch.ones(tuple(shape), dtype=self.dtype, device=device), exponent)
+        one = torch.ones((1,) * len(shape), dtype=self.dtype, device=device)
+        return ExtendedFloat(one.expand(tuple(shape)), exponent)
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> ExtendedFloat:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""

@@ -14,6 +14,7 @@ from pathsgd._torch import foreach
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
+from pathsgd.geometry.operations.contraction import linear_weight_adjoint
 from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.precision import full_precision
@@ -184,16 +185,21 @@ class Gamma:
 
 def take_roots(gammas: Iterable[Gamma]) -> None:
     """:meth:`Gamma.roots` of all of these, in a few launches instead of a few for each."""
-    plain = [g for g in gammas if g.whole is not None and g.whole.exponent is None and not g._roots]
-    if not plain or torch.is_grad_enabled() or plain[0].arithmetic.order != 2:
+    plain = [
+        (gamma, factor.mantissa)
+        for gamma in gammas
+        if gamma.arithmetic.order == 2 and not gamma.arithmetic.exponents and not gamma._roots
+        for factor in gamma._factors()
+    ]
+    if not plain or torch.is_grad_enabled():
         return
-    products = [gamma.whole.mantissa for gamma in plain if gamma.whole is not None]
+    products = [product for _, product in plain]
     roots = foreach("sqrt", products)
     # 1 / root, and 0 for 0: the smallest normal number is below every root of a number.
     inverses = foreach("maximum", roots, torch.finfo(products[0].dtype).tiny)
     foreach("reciprocal_", inverses)
     foreach("mul_", inverses, foreach("sign", roots))
-    for gamma, root, inverse in zip(plain, roots, inverses, strict=True):
+    for (gamma, _), root, inverse in zip(plain, roots, inverses, strict=True):
         gamma._roots.append((root, inverse, None))
 
 
@@ -309,7 +315,8 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     # gamma_out is the same for every bias of one sum, as for the two of a batch norm.
     sums = biased_sums(graph.nodes, graph.ends)
     summed: dict[tuple[int, Shape], ExtendedFloat] = {}
-    gammas: dict[str, Gamma] = {}
+    vectors: dict[str, list[tuple[ExtendedFloat, ExtendedFloat]]] = {}
+    wholes: dict[str, ExtendedFloat] = {}
     for k, gamma_out in network.backward(gamma_in):
         if check is not None:
             check.see(k, gamma_out, forward=False)
@@ -319,24 +326,36 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         info = graph.parameters[operation.weight.parameter.name]
         if info.status is ParameterStatus.OUTSIDE:
             continue
-        ends = linear_ends(network, gamma_in, gamma_out, k) if uses[info.name] == 1 else None
-        if ends is not None:
-            gammas[info.name] = Gamma(arithmetic, info.shape, *ends)
-            continue
+        # Uses at different depths may have exponents that are far apart: those are not added up as vectors.
+        if uses[info.name] == 1 or not arithmetic.exponents:
+            ends = linear_ends(network, gamma_in, gamma_out, k)
+            if ends is not None:
+                vectors.setdefault(info.name, []).append(ends)
+                continue
         if k in sums:
             key = sums[k], operation.weight.shape
             if key not in summed:
                 summed[key] = sum_to(arithmetic, gamma_out, operation.weight.shape)
             gamma_out = summed[key]
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
-        if info.name in gammas:
-            whole = arithmetic.add([gammas[info.name].product(), whole])
-        gammas[info.name] = Gamma(arithmetic, info.shape, whole=whole)
+        wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
+    for name in [name for name in vectors if uses[name] > 1]:
+        product = _add_products(arithmetic, vectors.pop(name))
+        wholes[name] = arithmetic.add([wholes[name], product]) if name in wholes else product
+    shapes = {name: info.shape for name, info in graph.parameters.items()}
+    gammas = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
+    gammas |= {name: Gamma(arithmetic, shapes[name], whole=whole) for name, whole in wholes.items()}
     for name, info in graph.parameters.items():
         if name not in gammas:
             on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)
             gammas[name] = _constant(network, info.shape, zero=on_paths)
     return Gammas({name: gammas[name] for name in graph.parameters}, arithmetic.exponents)
+
+
+def _add_products(arithmetic: Arithmetic, ends: list[tuple[ExtendedFloat, ExtendedFloat]]) -> ExtendedFloat:
+    """The sum of ``gamma_in gamma_out`` over uses in plain floats, as one matrix product."""
+    out, into = (ExtendedFloat(torch.stack([x.mantissa for x in side])) for side in zip(*ends, strict=True))
+    return linear_weight_adjoint(arithmetic, into, out)
 
 
 def _constant(network: PoweredNetwork, shape: Shape, zero: bool) -> Gamma:

@@ -106,8 +106,9 @@ def _forward(
                 check.see(k, value, forward=True)
             trusted = check.passed()
         flow = powered_network(graph, tensors, p, exponents=not trusted)
-        values = {k: value for k, value in flow.forward() if k in ends}
-        return flow.arithmetic, [values[k] for k in ends]
+        wanted = [flow.folded.whole[k] for k in ends]
+        values = {k: value for k, value in flow.forward() if k in wanted}
+        return flow.arithmetic, [values[k] for k in wanted]
 
 
 def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
+from pathsgd.graph.folding import Folded, fold
 from pathsgd.graph.nodes import Begin, Conv, Linear, Multiply, Square
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 
@@ -26,8 +27,14 @@ Values = dict[int, ExtendedFloat]
 class PoweredNetwork:
     """The powered network of one graph with one set of tensors."""
 
-    graph: PathGraph
+    traced: PathGraph
+    folded: Folded
     edges: EdgeWeights
+
+    @property
+    def graph(self) -> PathGraph:
+        """What the passes run over."""
+        return self.folded.graph
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -83,8 +90,13 @@ class PoweredNetwork:
         return {k for node in self.graph.nodes if isinstance(node.operation, multiplied) for k in node.inputs}
 
 
-def powered_network(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> PoweredNetwork:
-    """The powered network of a model's tensors, in plain floats or with an exponent per unit."""
+def powered_network(
+    graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False, folded: bool = True
+) -> PoweredNetwork:
+    """The powered network of a model's tensors, in plain floats or with an exponent per unit. Not ``folded``,
+    every place is computed by itself."""
     # A high power of a mantissa needs a wider exponent than fp32 has.
     dtype = torch.float64 if 32 < p < math.inf else compute_dtype(tensors)
-    return PoweredNetwork(graph, EdgeWeights(graph, tensors, Arithmetic(float(p), dtype, exponents)))
+    nodes = fold(graph) if folded else Folded.nothing(graph)
+    edges = EdgeWeights(nodes.graph, tensors, Arithmetic(float(p), dtype, exponents))
+    return PoweredNetwork(graph, nodes, edges)

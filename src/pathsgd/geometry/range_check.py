@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -141,9 +141,10 @@ class RangeCheck:
         return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
 
 
-def run_forward(network: PoweredNetwork, check: RangeCheck | None) -> Values:
-    """gamma_in of the nodes that the backward pass and gamma ask for; a check is shown all of them."""
-    needed = network.needed_by_backward()
+def run_forward(network: PoweredNetwork, check: RangeCheck | None, also: Iterable[int] = ()) -> Values:
+    """gamma_in of the nodes that the backward pass and gamma ask for, and of those in ``also``; a check is
+    shown all of them."""
+    needed = network.needed_by_backward().union(also)
     gamma_in: Values = {}
     for k, value in network.forward():
         if k in needed:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -30,6 +33,17 @@ def view_tensor(operation: Operation, x: Tensor) -> Tensor:
 def view_shape(view: Operation, shape: Shape) -> Shape:
     """The shape of a view of a tensor."""
     return tuple(view_tensor(view, torch.empty(shape, device="meta")).shape)
+
+
+def reshaped_axes(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
+    """The smallest groups of neighbouring axes that a reshape turns into each other."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, other = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (n := math.prod(before[first:i])) != (m := math.prod(after[other:j])):
+            i, j = (i + 1, j) if n < m else (i, j + 1)
+        yield range(first, i), range(other, j)
 
 
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
