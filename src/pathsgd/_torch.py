@@ -48,6 +48,12 @@ def is_capturing() -> bool:
     return is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func is at work on a tensor, so that its values may not be there to look
+    at and it cannot be written to plain memory."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether vmap is at work on a tensor, at any level of nested torch.func transforms."""
     functorch = torch._C._functorch

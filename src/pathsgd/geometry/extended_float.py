@@ -46,6 +46,17 @@ def exact_frexp(x: Tensor) -> tuple[Tensor, Tensor]:
     return exact_ldexp(x, torch.where(x == 0, 0, -exponent)), exponent
 
 
+def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
+    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
+
+    A term of a sum is known to within the smallest subnormal times the largest number; a sum over
+    these bounds is so much larger that nothing is lost. A product only has to be a normal number.
+    """
+    if dtype == torch.float64:
+        return 2.0**-1000, 2.0**-600, 2.0**400
+    return 2.0**-120, 2.0**-60, 2.0**40
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """The sums and products of the powered network for one ``p``.

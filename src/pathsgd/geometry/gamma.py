@@ -14,7 +14,7 @@ from pathsgd._torch import foreach
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
-from pathsgd.geometry.operations.contraction import linear_weight_adjoint
+from pathsgd.geometry.operations.contraction import add_outer_products
 from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.precision import full_precision
@@ -326,12 +326,10 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         info = graph.parameters[operation.weight.parameter.name]
         if info.status is ParameterStatus.OUTSIDE:
             continue
-        # Uses at different depths may have exponents that are far apart: those are not added up as vectors.
-        if uses[info.name] == 1 or not arithmetic.exponents:
-            ends = linear_ends(network, gamma_in, gamma_out, k)
-            if ends is not None:
-                vectors.setdefault(info.name, []).append(ends)
-                continue
+        ends = linear_ends(network, gamma_in, gamma_out, k)
+        if ends is not None:
+            vectors.setdefault(info.name, []).append(ends)
+            continue
         if k in sums:
             key = sums[k], operation.weight.shape
             if key not in summed:
@@ -340,7 +338,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
         wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
     for name in [name for name in vectors if uses[name] > 1]:
-        product = _add_products(arithmetic, vectors.pop(name))
+        product = add_outer_products(arithmetic, vectors.pop(name))
         wholes[name] = arithmetic.add([wholes[name], product]) if name in wholes else product
     shapes = {name: info.shape for name, info in graph.parameters.items()}
     gammas = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
@@ -350,12 +348,6 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
             on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)
             gammas[name] = _constant(network, info.shape, zero=on_paths)
     return Gammas({name: gammas[name] for name in graph.parameters}, arithmetic.exponents)
-
-
-def _add_products(arithmetic: Arithmetic, ends: list[tuple[ExtendedFloat, ExtendedFloat]]) -> ExtendedFloat:
-    """The sum of ``gamma_in gamma_out`` over uses in plain floats, as one matrix product."""
-    out, into = (ExtendedFloat(torch.stack([x.mantissa for x in side])) for side in zip(*ends, strict=True))
-    return linear_weight_adjoint(arithmetic, into, out)
 
 
 def _constant(network: PoweredNetwork, shape: Shape, zero: bool) -> Gamma:

@@ -10,7 +10,6 @@ a sum.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
 
 from pathsgd.graph import nodes
@@ -36,14 +35,9 @@ class Folded:
         return Folded(graph, numbers, numbers)
 
 
-_found: weakref.WeakKeyDictionary[PathGraph, Folded] = weakref.WeakKeyDictionary()
-
-
 def fold(graph: PathGraph) -> Folded:
-    """``graph`` with equal places written once; found once."""
-    if graph not in _found:
-        _found[graph] = _Folding(graph).run()
-    return _found[graph]
+    """``graph`` with equal places written once."""
+    return _Folding(graph).run()
 
 
 class _Folding:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from pathsgd._torch import uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
+
+if TYPE_CHECKING:
+    from pathsgd.graph.folding import Folded
 
 
 class ParameterStatus(Enum):
@@ -123,6 +128,13 @@ class PathGraph:
     parameters: Mapping[str, ParameterInfo]
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
+
+    @functools.cached_property
+    def folded(self) -> Folded:
+        """The graph with equal places written once. Kept here, where a compiled step finds it."""
+        from pathsgd.graph.folding import fold
+
+        return fold(self)
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.
