@@ -18,10 +18,14 @@ from pathlib import Path
 import torch
 from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
+from transfer.networks import TransformerBlock
 
 import pathsgd
 from pathsgd.console.networks import ResNet
+from pathsgd.geometry.gamma import measure as measure_network
 from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.geometry.passes import powered_network
+from pathsgd.geometry.range_check import RangeCheck
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Row:
     gamma_ms: float
     ratio: float
     target: float
+    every_place_ms: float
+    """gamma with places whose paths are equal computed one by one."""
     gamma_with_exponents_ms: float
     parameters_mb: float
     activations_mb: float
@@ -45,6 +51,26 @@ def paper_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, 4000), nn.ReLU(), nn.Linear(4000, 4000), nn.ReLU(), nn.Linear(4000, 10)
     )  # fmt: skip
+
+
+class Gpt(nn.Module):
+    """The layers of GPT-2 with 124M parameters, ReLU in place of GELU."""
+
+    def __init__(self, tokens: int = 50257, width: int = 768, heads: int = 12, blocks: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(1024, width)
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, heads, nn.ReLU, causal=True, bias=True) for _ in range(blocks))
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + places)))
 
 
 def measure(
@@ -63,6 +89,13 @@ def measure(
     def gamma() -> None:
         measure_gammas(graph, tensors, 2)
 
+    @torch.no_grad()
+    def every_place() -> None:
+        network = powered_network(graph, tensors, 2, folded=False)
+        check = RangeCheck(network)
+        measure_network(network, check)
+        check.passed()
+
     def with_exponents() -> None:
         measure_gammas(graph, tensors, 2, exponents=True)
 
@@ -77,6 +110,7 @@ def measure(
         gamma_ms=1e3 * statistics.median(b for _, b in times),
         ratio=statistics.median(b for _, b in times) / statistics.median(a for a, _ in times),
         target=target,
+        every_place_ms=1e3 * statistics.median(timed(every_place, device) for _ in range(3)),
         gamma_with_exponents_ms=1e3 * statistics.median(timed(with_exponents, device) for _ in range(3)),
         parameters_mb=parameters / 1e6,
         activations_mb=kept_bytes(lambda: model(one)) / 1e6,
@@ -113,16 +147,17 @@ def main() -> None:
     torch.manual_seed(0)
     jobs = [
         ("ResNet-18 shape, 224x224", ResNet(), torch.randn(1, 3, 224, 224), 2.5),
+        ("GPT-2 124M shape, 128 tokens", Gpt(), torch.zeros(1, 128, dtype=torch.int64), 1.0),
         ("784-4000-4000-10", paper_mlp(), torch.randn(100, 784), 0.3),
     ]
     rows = [measure(*job, options.repeats, options.device) for job in jobs]
     print(f"torch {torch.__version__}, {machine(options.device)}")
-    print(f"{'network':26}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
-          f"{'exponents ms':>14}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
+    print(f"{'network':30}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
+          f"{'every place ms':>16}{'exponents ms':>14}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
     for row in rows:
         bound = row.parameters_mb + row.activations_mb
-        print(f"{row.network:26}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
-              f"{row.ratio:7.2f}{row.target:8.2f}{row.gamma_with_exponents_ms:14.1f}"
+        print(f"{row.network:30}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
+              f"{row.ratio:7.2f}{row.target:8.2f}{row.every_place_ms:16.1f}{row.gamma_with_exponents_ms:14.1f}"
               f"{row.gamma_peak_mb:9.1f}{bound:10.1f}")  # fmt: skip
     print("bound: the parameters once plus one example's activations")
     if options.out:
