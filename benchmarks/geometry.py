@@ -41,6 +41,10 @@ class Row:
     every_place_ms: float
     """gamma with places whose paths are equal computed one by one."""
     gamma_with_exponents_ms: float
+    forward_ms: float
+    """The network's own forward pass at batch one."""
+    path_norm_ms: float | None
+    """None if the network is not one region."""
     parameters_mb: float
     activations_mb: float
     gamma_peak_mb: float
@@ -99,8 +103,20 @@ def measure(
     def with_exponents() -> None:
         measure_gammas(graph, tensors, 2, exponents=True)
 
+    @torch.no_grad()
+    def forward() -> None:
+        model(one)
+
+    @torch.no_grad()
+    def path_norm() -> None:
+        pathsgd.path_norm(model, graph)
+
     model.eval()
     one = x[:1]
+    one_region = len(graph.parameter_regions()) == 1
+    norms = [
+        (timed(forward, device), timed(path_norm, device) if one_region else 0.0) for _ in range(repeats + 2)
+    ][2:]
     times = [(timed(forward_backward, device), timed(gamma, device)) for _ in range(repeats + 2)][2:]
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return Row(
@@ -112,6 +128,8 @@ def measure(
         target=target,
         every_place_ms=1e3 * statistics.median(timed(every_place, device) for _ in range(3)),
         gamma_with_exponents_ms=1e3 * statistics.median(timed(with_exponents, device) for _ in range(3)),
+        forward_ms=1e3 * statistics.median(a for a, _ in norms),
+        path_norm_ms=1e3 * statistics.median(b for _, b in norms) if one_region else None,
         parameters_mb=parameters / 1e6,
         activations_mb=kept_bytes(lambda: model(one)) / 1e6,
         gamma_peak_mb=peak_bytes(gamma) / 1e6,
@@ -153,11 +171,14 @@ def main() -> None:
     rows = [measure(*job, options.repeats, options.device) for job in jobs]
     print(f"torch {torch.__version__}, {machine(options.device)}")
     print(f"{'network':30}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
-          f"{'every place ms':>16}{'exponents ms':>14}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
+          f"{'every place ms':>16}{'exponents ms':>14}{'forward ms':>12}{'path norm ms':>14}"
+          f"{'trace s':>9}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
     for row in rows:
         bound = row.parameters_mb + row.activations_mb
+        norm = "" if row.path_norm_ms is None else f"{row.path_norm_ms:.1f}"
         print(f"{row.network:30}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
               f"{row.ratio:7.2f}{row.target:8.2f}{row.every_place_ms:16.1f}{row.gamma_with_exponents_ms:14.1f}"
+              f"{row.forward_ms:12.1f}{norm:>14}{row.trace_s:9.2f}"
               f"{row.gamma_peak_mb:9.1f}{bound:10.1f}")  # fmt: skip
     print("bound: the parameters once plus one example's activations")
     if options.out:
