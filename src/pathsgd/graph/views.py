@@ -53,6 +53,9 @@ def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
 
 def embed(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
     """``x`` put into an axis of ``size`` entries that are ``fill`` elsewhere."""
+    if step == 1:
+        after = size - start - x.shape[dim]
+        return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [start, after], value=fill)
     shape = list(x.shape)
     shape[dim] = size
     whole = x.new_full(shape, fill)
