@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -325,3 +326,18 @@ def test_exponents_are_announced_once(caplog):
         assert pathsgd.gammas(model, graph).exponents
     (message,) = caplog.messages
     assert "the path weights of Sequential" in message
+
+
+def test_what_is_computed_in_inference_mode_is_no_obstacle_afterwards():
+    """The memory that powers are computed in is kept: in a new thread, it is made in inference mode."""
+    model = chain(2, 4)
+    graph = pathsgd.trace(model)
+
+    def both():
+        with torch.inference_mode():
+            first = dense_gammas(model, graph)
+        second = dense_gammas(model, graph)
+        return all(torch.equal(first[name], second[name]) for name in first)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(both).result()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -105,12 +106,9 @@ def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tenso
         parts = [x @ edges.t() for edges in _powers(arithmetic, weight, max(block_size // max(inputs, 1), 1))]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     step = max(block_size // max(outputs, 1), 1)
-    parts = [
-        columns @ edges
-        for columns, edges in zip(x.split(step, 1), _powers(arithmetic, weight.t(), step), strict=True)
-    ]
-    # A sum of sums: adding thousands of numbers to one by one would lose digits.
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    blocks = zip(x.split(step, 1), _powers(arithmetic, weight.t(), step), strict=True)
+    # A sum of sums: a vocabulary of numbers added one by one would lose two digits.
+    return functools.reduce(torch.add, (columns @ edges for columns, edges in blocks))
 
 
 _scratch = threading.local()
@@ -126,7 +124,8 @@ def _powers(arithmetic: Arithmetic, weight: Tensor, rows: int) -> Iterator[Tenso
         return
     kept = getattr(_scratch, "block", None)
     if kept is None or kept.dtype != weight.dtype or kept.numel() < blocks[0].numel():
-        _scratch.block = kept = torch.empty(blocks[0].numel(), dtype=weight.dtype)
+        with torch.inference_mode(False):  # else nothing outside of it could write there
+            _scratch.block = kept = torch.empty(blocks[0].numel(), dtype=weight.dtype, device="cpu")
     for block in blocks:
         yield torch.mul(block, block, out=kept[: block.numel()].view(block.shape))
 
