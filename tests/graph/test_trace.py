@@ -407,10 +407,15 @@ def write_new_values(y):
     return (y + y).mul_(2).relu_().add_(y)
 
 
+def make_a_tensor_of_a_number(y):
+    return y * torch.tensor(2.0)
+
+
 WRITES = {
     read_twice_what_is_written: (lambda y: 2 * y + 2 * y, False),
     write_through_a_view: (lambda y: 2 * y, True),
     write_what_was_read_before: (lambda y: 3 * y + 2 * y, True),
+    make_a_tensor_of_a_number: (lambda y: 2 * y, False),
     write_new_values: (lambda y: 2 * (y + y).relu() + y, False),
 }
 

@@ -286,7 +286,7 @@ FRESH = frozenset(
     for name in (
         "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
         "linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "add", "sub", "mul",
-        "div", "cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+        "div", "cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "lift_fresh_copy",
     )
 )  # fmt: skip
 """Operators that always return new memory. Others, such as dropout, may return what they are given."""
