@@ -92,6 +92,9 @@ class PathSGD(PathOptimizer):
         >>> optimizer.step()
     """
 
+    runs_on_device = True
+    """So that a relative step can be captured in a CUDA graph."""
+
     def __init__(
         self,
         model: nn.Module | Iterable[Any],

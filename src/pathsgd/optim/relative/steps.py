@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from pathsgd._torch import is_capturing
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
 from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.view import RelativeView
@@ -35,6 +37,7 @@ class RelativeSteps:
             raise ValueError(f"Invalid growth value: {growth}")
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
+        self._captured: CapturedStep | None = None
 
     def measurement(self, names: Sequence[str] = ()) -> RelativeMeasurement:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
@@ -77,9 +80,21 @@ class RelativeSteps:
             factor = torch.exp(lr * self.growth * speed * direction)
             return factor * (1 - lr * option("weight_decay", 0.0))
 
-        view = RelativeView(moved, measurement, coordinates, grow)
-        with torch.no_grad(), view.entered():
-            loss = base_step(None if closure is None else view.wrap(closure))
+        def run() -> Any:
+            view = RelativeView(moved, measurement, coordinates, grow)
+            with torch.no_grad(), view.entered():
+                return base_step(None if closure is None else view.wrap(closure))
+
+        # Where the measurement is replayed into the same tensors each time, so can the step be.
+        static = closure is None and not is_capturing() and self.gamma_cache.is_captured(self.p, measurement)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if static and is_capturable(optimizer, parameters):
+            if self._captured is None or not self._captured.fits(parameters, coordinates):
+                self._captured = CapturedStep(optimizer, parameters, coordinates, run)
+            self._captured.replay()
+            loss = None
+        else:
+            loss = run()
         self.gamma_cache.after_step()
         return loss
 
@@ -87,9 +102,12 @@ class RelativeSteps:
     def _per_block(subset: BlockSubset, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
         """An option of every block; one number where all have the same."""
         found = [values[block.name] for block in subset.blocks]
-        if all(value is found[0] or value == found[0] for value in found[1:]):
+        tensors = any(isinstance(value, Tensor) for value in found)  # not to be looked at
+        if all(value is found[0] or (not tensors and value == found[0]) for value in found[1:]):
             return found[0]
-        return torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in found])
+        return torch.stack(
+            [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_measurement": None}
+        return {**self.__dict__, "_measurement": None, "_captured": None}
