@@ -24,7 +24,8 @@ class CapturedStep:
         optimizer: that moves them.
         parameters: those that have a gradient.
         coordinates: the tensors that are measured into before every step.
-        run: the step in ordinary operations.
+        run: the step.
+        point: tells the step where the gradients lie; without it they are copied.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class CapturedStep:
         parameters: Sequence[Tensor],
         coordinates: object,
         run: Callable[[], object],
+        point: Callable[[], None] | None = None,
     ) -> None:
         self.optimizer, self.parameters, self.coordinates, self.run = optimizer, parameters, coordinates, run
         self.rates = {
@@ -40,7 +42,8 @@ class CapturedStep:
             for k, group in enumerate(optimizer.param_groups)
             if not isinstance(group["lr"], Tensor)
         }
-        self.grads = [torch.empty_like(p.grad) for p in parameters if p.grad is not None]
+        self.point = point
+        self.grads = [] if point else [torch.empty_like(p.grad) for p in parameters if p.grad is not None]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured_at: list[object] = []
 
@@ -66,7 +69,10 @@ class CapturedStep:
         torch.autograd.graph.increment_version(self.parameters)
 
     def _copy_inputs(self) -> None:
-        foreach("copy_", self.grads, [p.grad for p in self.parameters])
+        if self.point is not None:
+            self.point()
+        else:
+            foreach("copy_", self.grads, [p.grad for p in self.parameters])
         for k, rate in self.rates.items():
             rate.fill_(self.optimizer.param_groups[k]["lr"])
 
@@ -76,7 +82,7 @@ class CapturedStep:
         grads, groups = [p.grad for p in self.parameters], self.optimizer.param_groups
         before = [dict(group) for group in groups]
         try:
-            for p, grad in zip(self.parameters, self.grads, strict=True):
+            for p, grad in zip(self.parameters, self.grads or grads, strict=True):
                 p.grad = grad
                 state = self.optimizer.state[p]
                 if isinstance(state.get("step"), Tensor):

@@ -164,10 +164,14 @@ class RelativeMeasurement:
         if subset.index is not None:
             norms = norms.new_zeros(len(self.blocks)).index_copy(0, subset.index, norms)
         bound = NOISE * torch.finfo(blocks[0].dtype).eps
-        noise = subset.of(self._place(norms.device)[0].find_noise(norms, bound))
+        noise = subset.of(self.find_noise(norms, bound))
         for block, own, zero in zip(subset.blocks, blocks, noise.unbind(), strict=True):
             if not block.turns:
                 own.masked_fill_(zero, 0)
+
+    def find_noise(self, norms: Tensor, bound: float) -> Tensor:
+        """Which blocks' gradients are rounding, given the norms of all."""
+        return self._place(norms.device)[0].find_noise(norms, bound)
 
     def _place(self, device: torch.device) -> tuple[SizeTable, dict[str, EdgeClasses]]:
         """What is needed on a device, put there once: a CUDA graph cannot capture the transfer."""
