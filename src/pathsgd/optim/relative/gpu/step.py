@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import foreach
+from pathsgd._torch import foreach, is_capturing
 from pathsgd.optim.relative.coordinates import NOISE, BlockSubset
 from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
@@ -85,6 +85,11 @@ class KernelStep:
         self.directions, self.batches, self.order = self._place_directions(orthogonal)
         self.pointed = self.fields.to(self.device)
         self._addresses: list[int] = []
+        self._spare = self._make_room()
+        self._captured: list[Tensor] = []
+
+    def _make_room(self) -> Tensor:
+        return torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def _place_directions(self, orthogonal: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
         """All directions in one list, those of each shape as a batch of matrices, and whose they are."""
@@ -106,20 +111,24 @@ class KernelStep:
         return directions, batches, order
 
     def point(self) -> None:
-        """Tells the kernels where everything lies now. Cannot be captured in a CUDA graph."""
+        """Tells the kernels where everything lies now."""
         places = {name: self._find_tensors(name, p) for name, p in self.parameters.items()}
         blocks, offsets = self.measurement.blocks, self.measurement.layout.offsets
         found = []
         for k in self.moved:
             *dense, step = places[blocks[k].name]
             found += [*(address + 4 * offsets[k] for address in dense), step]
-        if found == self._addresses:
+        capturing = is_capturing()
+        if found == self._addresses and not capturing:
             return
         self._addresses = found
-        fields = self.fields.clone()
+        fields = self._spare.copy_(self.fields)
         fields[self.moved, :5] = torch.tensor(found).view(-1, 5)
-        fields = fields.pin_memory() if self.device.type == "cuda" else fields
         self.pointed.copy_(fields, non_blocking=True)
+        if capturing:
+            self._captured.append(fields)  # a replay copies it again
+        # The room is the copy's until it has happened; torch's host allocator knows when.
+        self._spare = self._make_room()
 
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
         """The addresses of weight, gradient, state and number of steps; state is made at the first step."""
