@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import is_capturing, is_compiling
-from pathsgd.optim.fused.dispatch import Choice, has_triton
+from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
@@ -53,6 +53,8 @@ class RelativeSteps:
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
         self.implementation = implementation
+        self.last_kinds: dict[int, Kind] = {}
+        """Which implementation moved each parameter in the last step, by its id, if not the reference."""
         self._captured: CapturedStep | None = None
         self._layout: list[tuple[str, tuple[int, ...], torch.device]] | None = None
         self._units: UnitMeasurement | None = None
@@ -89,6 +91,7 @@ class RelativeSteps:
             kernels = None
             if closure is None and len(moved) == len(parameters):
                 kernels = self._find_kernels(optimizer, list(groups), moved)
+            self.last_kinds = {} if kernels is None else {id(p): "triton" for p in parameters}
             if kernels is not None:
                 loss = None
                 self._run_kernels(kernels, optimizer, groups)
@@ -194,7 +197,7 @@ class RelativeSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("_measurement", "_captured", "_units", "_kernels", "_layout")
-        return {**self.__dict__, **dict.fromkeys(made)}
+        return {**self.__dict__, **dict.fromkeys(made), "last_kinds": {}}
 
 
 def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> float | Tensor:
