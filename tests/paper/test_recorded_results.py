@@ -64,7 +64,9 @@ def test_its_runs_are_found_and_not_trained_again(recorded, monkeypatch):
     for choice in results.choices:
         data = results.data[choice.cell.dataset].checksum
         runs += choice.final_runs(results.study, data)
-        runs += choice.more_runs(results.study, data)[: len(results.finals[choice.cell]) - results.study.repeats]
+        runs += choice.more_runs(results.study, data)[
+            : len(results.finals[choice.cell]) - results.study.repeats
+        ]
     queue = RunQueue(out, {}, torch.device("cpu"), 1, run_loop.Checkpoints(), Progress())
     found = queue.train_all("final runs", runs)
     finished = tuple(f"{name}-" for name in results.study.datasets)

@@ -15,6 +15,7 @@ from pathsgd.paper.analysis.study_tables import (
     explain_demo,
     summarize_study,
     tabulate_choices,
+    tabulate_epochs,
     tabulate_results,
 )
 from pathsgd.paper.config import Cell
@@ -237,6 +238,21 @@ def test_final_and_best_errors(tmp_path):
         line["test_error"] = error
     (row,) = tabulate_results(results).rows
     assert row[-3:] == ["20.00%", "10.00%", ""]  # epochs 2 to 6, epoch 2, none diverged
+
+
+def test_epochs_to_a_training_loss(tmp_path):
+    results = fake_study(tmp_path, methods=("sgd", "path-sgd"), repeats=2, epochs=3)
+    for cell, runs in results.finals.items():
+        for run in runs:  # a seed is the faster, the later it is
+            losses = [2.3, 0.9, 0.05 if run.run.seed.init else 0.5, 0.2 if cell.method == "sgd" else 0.02]
+            for line, loss in zip(run.lines, losses, strict=True):
+                line["train_loss"] = loss
+    (table,) = tabulate_epochs(results)
+    assert table.head[4:] == ["1", "0.3", "0.1", "0.03"]  # no run comes to 0.01
+    assert [row[2:] for row in table.rows] == [
+        ["balanced", "SGD", "1", "2 to 3", "", ""],
+        ["balanced", "Path-SGD", "1", "2 to 3", "2 to 3", "3"],
+    ]
 
 
 def test_only_the_digits_are_explained(tmp_path):

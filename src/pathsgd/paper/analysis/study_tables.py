@@ -9,7 +9,7 @@ from statistics import fmean
 
 from pathsgd.console.tables import align
 from pathsgd.paper.analysis.claims import Claim, judge_claims
-from pathsgd.paper.analysis.statistics import LAST, mean_of_last
+from pathsgd.paper.analysis.statistics import LAST, count_epochs_to, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.optimizers import METHODS
@@ -17,6 +17,7 @@ from pathsgd.paper.records.study_results import Choice, StudyResults
 
 CELL_HEAD = ["data set", "dropout", "start", "method"]
 COMPARISON_HEAD = ["compared", "mean and 95% interval", "each seed", "agrees if", "verdict"]
+LOSSES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 
 DEMO = (
     "What the verdicts mean: each says whether a small network on 1797 small images shows what the paper saw "
@@ -44,7 +45,7 @@ class Table:
 
 def make_tables(results: StudyResults) -> list[Table]:
     """The data sets and the results of a study."""
-    return [_tabulate_data(results), tabulate_results(results)]
+    return [_tabulate_data(results), tabulate_results(results), *tabulate_epochs(results)]
 
 
 def _tabulate_data(results: StudyResults) -> Table:
@@ -87,6 +88,36 @@ def tabulate_results(results: StudyResults) -> Table:
             f" Means over those of {results.seeds} seeds that did not diverge, from the least to the largest."
         )
     return Table("Results", head, rows, note)
+
+
+def tabulate_epochs(results: StudyResults) -> list[Table]:
+    """How fast each balanced cell was on its way: who is ahead may depend on the loss that is raced to."""
+    found = {
+        cell: [[count_epochs_to(loss, run) for run in runs] for loss in LOSSES]
+        for cell, runs in results.finals.items()
+        if cell.init == "balanced"
+    }
+    reached = [k for k in range(len(LOSSES)) if any(any(by_loss[k]) for by_loss in found.values())]
+    rows = [
+        [*_cell_columns(cell), *(_format_epochs(by_loss[k]) for k in reached)]
+        for cell, by_loss in found.items()
+    ]
+    head = [*CELL_HEAD, *(f"{LOSSES[k]:g}" for k in reached)]
+    note = "From the fastest to the slowest seed; nothing where a seed does not come so far."
+    return [Table("Epochs to a training loss", head, rows, note)] if reached else []
+
+
+def _format_epochs(by_seed: Sequence[int | None]) -> str:
+    """From the least to the largest.
+
+    >>> _format_epochs([8, 8]), _format_epochs([15, 14]), _format_epochs([30, None])
+    ('8', '14 to 15', '')
+    """
+    epochs = [epoch for epoch in by_seed if epoch is not None]
+    if not epochs or len(epochs) < len(by_seed):
+        return ""
+    least, largest = min(epochs), max(epochs)
+    return str(least) if least == largest else f"{least} to {largest}"
 
 
 def format_seeds(values: Sequence[float], unit: str = "") -> str:
