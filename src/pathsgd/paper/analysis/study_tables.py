@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from pathsgd.console.tables import align
-from pathsgd.paper.analysis.claims import Claim, judge_claims
+from pathsgd.paper.analysis.claims import Claim, find_undecided, judge_claims
 from pathsgd.paper.analysis.statistics import LAST, count_epochs_to, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.records.study_results import Choice, StudyResults
+from pathsgd.paper.records.study_results import Choice, StudyResults, describe
 
 CELL_HEAD = ["data set", "dropout", "start", "method"]
 COMPARISON_HEAD = ["compared", "mean and 95% interval", "each seed", "agrees if", "verdict"]
@@ -54,7 +54,7 @@ def _tabulate_data(results: StudyResults) -> Table:
         [short_name(name), dimensionality(info.shape), *map(str, (info.classes, info.train, info.test))]
         for name, info in results.data.items()
     ]
-    return Table("Data sets", list(TABLE_1), rows)
+    return Table("Data sets", list(TABLE_1), rows, results.note)
 
 
 def tabulate_results(results: StudyResults) -> Table:
@@ -195,6 +195,16 @@ def describe_claims(claims: Sequence[Claim]) -> str:
     return "\n".join(lines)
 
 
+def list_missing(results: StudyResults) -> list[str]:
+    """What a study has left to run."""
+    study, undecided = results.study, find_undecided(results) if results.study.more_repeats else set()
+    seeds = study.repeats + study.more_repeats
+    short = [cell for cell, runs in results.finals.items() if cell in undecided and 0 < len(runs) < seeds]
+    return [f"{short_name(name)} has runs to go and is left out" for name in results.unfinished] + [
+        f"{describe(cell)}: further seeds may decide a verdict and have not been run" for cell in short
+    ]
+
+
 def explain_demo(results: StudyResults) -> str:
     """What the verdicts on the digits mean, for a newcomer; nothing for other data sets."""
     return DEMO if results.study.datasets == ("digits",) else ""
@@ -210,6 +220,7 @@ def summarize_study(results: StudyResults) -> str:
         Several lines of text.
     """
     demo = textwrap.fill(explain_demo(results), 110)
-    unfinished = f"in progress, left out: {', '.join(results.unfinished)}" if results.unfinished else ""
-    parts = [*map(str, make_tables(results)), unfinished, describe_claims(judge_claims(results)), demo]
+    missing = list_missing(results)
+    progress = "\n".join(["In progress", "", *missing]) if missing else ""
+    parts = [*map(str, make_tables(results)), progress, describe_claims(judge_claims(results)), demo]
     return "\n\n".join(filter(None, parts))
