@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import is_capturing, is_compiling
+from pathsgd._torch import is_capturing
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
@@ -72,6 +72,7 @@ class RelativeSteps:
         name = self.gamma_cache.names.get(id(parameter))
         return [] if name is None else self.measurement().by_name[name]
 
+    @torch.compiler.disable  # it has kernels of its own
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, base_step: BaseStep) -> Any:
         """One step of the base on u; what is not the model's it moves as it does without us."""
         names = self.gamma_cache.names
@@ -126,7 +127,7 @@ class RelativeSteps:
         """The step by Triton kernels, if they can do it."""
         device = next(iter(moved.values())).device
         chosen = self.implementation == "triton" or (self.implementation == "auto" and device.type == "cuda")
-        if not chosen or not has_triton() or is_compiling():
+        if not chosen or not has_triton():
             return None
         from pathsgd.optim.relative.gpu.layout import NotAMatrix
         from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
