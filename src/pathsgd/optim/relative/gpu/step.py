@@ -39,14 +39,16 @@ def is_supported(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         type(optimizer) in (RelativeMuon, torch.optim.AdamW)
         and not any(group.get(name) for group in groups for name in ("amsgrad", "maximize", "differentiable"))
         and all(group.get(name) == groups[0].get(name) for group in groups for name in OPTIONS)
-        and all(
-            p.dtype == torch.float32
-            and p.grad is not None
-            and p.grad.layout == torch.strided
-            and p.grad.dtype == torch.float32
-            and p.grad.stride() == p.stride()
-            for p in parameters
-        )
+        and all(p.dtype == torch.float32 and _is_like(p.grad, p) for p in parameters)
+    )
+
+
+def _is_like(grad: Tensor | None, p: Tensor) -> bool:
+    return (
+        grad is not None
+        and grad.layout == torch.strided
+        and grad.dtype == p.dtype
+        and grad.stride() == p.stride()
     )
 
 
@@ -86,7 +88,11 @@ class KernelStep:
         self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
         self.directions, self.batches, self.order = self._place_directions(orthogonal)
         self.pointed = self.fields.to(self.device)
-        self._addresses: list[int] = []
+        number = {name: k for k, name in enumerate(names)}
+        self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
+        self._bytes = 4 * torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        self._addresses: list[list[int]] = []
+        self._gradients: list[int] = []
         self._spare = self._make_room()
         self._captured: list[Tensor] = []
 
@@ -117,21 +123,25 @@ class KernelStep:
             order,
         )
 
-    def point(self) -> None:
-        """Tells the kernels where everything lies now."""
-        places = {name: self._find_tensors(name, p) for name, p in self.parameters.items()}
-        layout = self.measurement.layout
-        found = []
-        for piece in self.pieces:
-            *dense, step = places[layout.names[piece]]
-            offset = 4 * layout.offsets[piece]
-            found += [*(address + offset for address in dense), step]
+    def point(self, gradients_only: bool = False) -> None:
+        """Tells the kernels where everything lies now, or the gradients, if nothing else has moved."""
         capturing = is_capturing()
-        if found == self._addresses and not capturing:
+        gradients = [p.grad.data_ptr() for p in self.parameters.values()]  # type: ignore[union-attr]
+        if gradients_only and gradients == self._gradients:
             return
-        self._addresses = found
-        fields = self._spare.copy_(self.fields)
-        fields[self.pieces, :5] = torch.tensor(found).view(-1, 5)
+        if not gradients_only:
+            addresses = [self._find_tensors(name, p) for name, p in self.parameters.items()]
+            if gradients == self._gradients and addresses == self._addresses and not capturing:
+                return
+            self._addresses = addresses
+        self._gradients = gradients
+        fields = self._spare
+        found = torch.tensor(self._addresses)
+        found[:, 1] = torch.tensor(gradients)
+        found = found[self._parameter_of]
+        found[:, :4] += self._bytes[:, None]
+        fields.copy_(self.fields)
+        fields[self.pieces, :5] = found
         self.pointed.copy_(fields, non_blocking=True)
         if capturing:
             self._captured.append(fields)  # a replay copies it again
@@ -139,20 +149,19 @@ class KernelStep:
         self._spare = self._make_room()
 
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
-        """The addresses of weight, gradient, state and number of steps; state is made at the first step."""
-        assert p.grad is not None
+        """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
         state = self.optimizer.state[p]
         if name in self.matrices:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p)
             buffer = state["momentum_buffer"].data_ptr()
-            return [p.data_ptr(), p.grad.data_ptr(), buffer, buffer, 0]
+            return [p.data_ptr(), 0, buffer, buffer, 0]
         if "exp_avg" not in state:
             state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         if state["step"].device != p.device or state["step"].dtype != torch.float32:
             state["step"] = state["step"].to(p.device, torch.float32)
-        tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        return [tensor.data_ptr() for tensor in tensors]
+        average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
+        return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
 
     def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
         """One step."""
