@@ -74,6 +74,16 @@ def operator_schema(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass this is; a module does not know what wraps it."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether this is inside ``Join``, where ranks may come to their end at different times."""
+    return ddp._join_config.enable
+
+
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     """The pre- and post-hooks that users registered on an optimizer's load_state_dict."""
     return (

@@ -16,7 +16,8 @@ def clip_path_grad_norm_(
     """Clips the gradients of the optimizer's parameters by their dual path norm ``sqrt(sum g^2 / gamma)``.
 
     In place, like :func:`torch.nn.utils.clip_grad_norm_`, whose raw norm is not invariant. Parameters
-    that are not path-normalised count with gamma = 1.
+    that are not path-normalised count with gamma = 1. Under DistributedDataParallel all ranks have to call
+    it.
 
     Args:
         optimizer: the optimizer whose gradients are clipped; it knows their gammas.
@@ -49,6 +50,7 @@ def clip_path_grad_norm_(
             "relative steps do not depend on the size of gradients, so that clipping them would do nothing: "
             "take a smaller lr"
         )
+    optimizer.gamma_cache.synchronise()
     parts: list[Tensor] = []
     grads: list[Tensor] = []
     for group in optimizer.param_groups:

@@ -18,6 +18,7 @@ from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.trace import Example
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
+from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
 """Measurements before gamma is captured in a CUDA graph."""
@@ -94,6 +95,7 @@ class GammaCache:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
+        self.replicas = Replicas(model, self.model)
         self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
@@ -104,6 +106,7 @@ class GammaCache:
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._measurements = 0
         self._steps = 0
+        self._synchronised = False
 
     @property
     def graph(self) -> PathGraph:
@@ -122,7 +125,7 @@ class GammaCache:
             if is_capturing():
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
-                tensors = self.graph.tensors(self.model)
+                tensors = self._tensors()
                 graph = measurement.adapt(self.graph)
                 return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
@@ -142,7 +145,7 @@ class GammaCache:
     def _measure(self, measurement: Measurement[F], p: float) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""
         key = measurement, p
-        tensors = self.graph.tensors(self.model)
+        tensors = self._tensors()
         captured = self._captured.pop(key, None)
         if captured is not None and captured.fits(tensors):
             found = captured.replay()
@@ -157,6 +160,25 @@ class GammaCache:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
+
+    def _tensors(self) -> Tensors:
+        return self.replicas.take_statistics(self.graph.tensors(self.model))
+
+    def synchronise(self) -> None:
+        """Makes gamma the same on all ranks that train copies of the model, up to the next step. A collective
+        call."""
+        if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
+            self._synchronised = True
+            if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
+                self.refresh()
+
+    def before_step(self) -> None:
+        """The same, unless gradients were clipped and it was done for that."""
+        if self._synchronised:
+            self._synchronised = False
+            return
+        self.synchronise()
+        self._synchronised = False
 
     def is_captured(self, p: float) -> bool:
         """Whether gamma at this p is replayed from a CUDA graph."""

@@ -233,6 +233,7 @@ class PathNormalized(PathOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """The plain step."""
+        self.gamma_cache.before_step()
         params = [p for group in self.base.param_groups for p in group["params"]]
         chains: list[Ready] = []
         if closure is None:

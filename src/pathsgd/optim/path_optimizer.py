@@ -87,7 +87,8 @@ class PathOptimizer(Optimizer):
         """Measures gamma anew at the next step.
 
         Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
-        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed.
+        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed. With several ranks call it on
+        all of them.
         """
         self.gamma_cache.refresh()
         if self._dispatch is not None:

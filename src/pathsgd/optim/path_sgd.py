@@ -217,6 +217,7 @@ class PathSGD(PathOptimizer):
             return loss
         # Everything is computed before anything is written: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
+        self.gamma_cache.before_step()
         params = [self._check_gradients(group) for group in self.param_groups]
         chains = self._by_fused(params)
         fused = {id(parameter) for chain in chains for parameter in chain.parameters}
