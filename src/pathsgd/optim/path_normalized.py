@@ -56,7 +56,7 @@ class PathNormalized(PathOptimizer):
         graph: the graph of the model, if it was traced before.
         max_relative_step: as in :class:`pathsgd.PathSGD`.
         shared: as in :class:`pathsgd.PathSGD`.
-        refresh_every: gamma is measured every so many steps.
+        refresh_every: gamma is measured every so many steps, and after the training was resumed.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
         implementation: as in :class:`pathsgd.PathSGD`.
         relative: whether steps are relative.

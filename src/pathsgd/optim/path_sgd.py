@@ -66,7 +66,7 @@ class PathSGD(PathOptimizer):
         shared: how often a path counts that uses a weight k times, as in recurrent and tied layers:
             ``"kappa1"`` k times, ``"gram"`` k^2, ``"hessian"`` k (2k - 1). The last two need a pass over
             the network for each entry of such a weight.
-        refresh_every: gamma is measured every so many steps.
+        refresh_every: gamma is measured every so many steps, and after the training was resumed.
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
