@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
@@ -82,6 +83,15 @@ def active_ddp() -> nn.parallel.DistributedDataParallel | None:
 def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Whether this is inside ``Join``, where ranks may come to their end at different times."""
     return ddp._join_config.enable
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
+    with FakeTensorMode():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:

@@ -1,7 +1,8 @@
 """Functions run on several processes at once, which talk to each other by gloo.
 
 ``run_on_ranks(function)`` calls a function of a test file in every process and returns what each returned.
-The processes are forked from one that has imported torch, which takes longer than most of these tests.
+The processes are forked from one that has imported torch and called ``prepare()`` of that file, if it has
+one: that takes longer than most of these tests.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def _load(file):
     module = importlib.util.module_from_spec(spec)
     sys.modules["ranks_test"] = module
     spec.loader.exec_module(module)
+    torch.set_num_threads(1)
+    getattr(module, "prepare", lambda: None)()
     return module
 
 
 def _call(function, rank, world, folder):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.save(function(), Path(folder, f"{rank}.pt"))
     dist.barrier()

@@ -13,8 +13,10 @@ from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
@@ -29,7 +31,7 @@ Version = tuple[int, int]
 def versions(tensors: Iterable[Tensor]) -> list[Version]:
     """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
     CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
-    return [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
+    return [(part.data_ptr(), version(part)) for part in map(local_part, tensors)]
 
 
 class Found(Protocol):
@@ -95,6 +97,7 @@ class GammaCache:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
+        self.sharded = any(map(is_sharded, self.model.parameters()))
         self.replicas = Replicas(model, self.model)
         self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
         self.refresh_every = refresh_every
@@ -155,19 +158,20 @@ class GammaCache:
         graph = measurement.adapt(self.graph)
         found = measurement.run(graph, tensors, p, None)
         self._measurements += 1
-        on_gpu = all(tensor.is_cuda for tensor in tensors.values())
+        on_gpu = not self.sharded and all(tensor.is_cuda for tensor in tensors.values())
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
 
     def _tensors(self) -> Tensors:
-        return self.replicas.take_statistics(self.graph.tensors(self.model))
+        return self.replicas.take_statistics(self.graph.tensors(self.model, sharded=True))
 
     def synchronise(self) -> None:
-        """Makes gamma the same on all ranks that train copies of the model, up to the next step. A collective
+        """Makes gamma the same on all ranks that train the model together, up to the next step. A collective
         call."""
-        if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
+        shared = self.lazy_graph.is_known and self.replicas.synchronise(self.graph)
+        if shared or self.sharded:
             self._synchronised = True
             if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
                 self.refresh()
@@ -224,7 +228,7 @@ class GammaCache:
             if self.names.get(id(parameter)) != name:
                 raise PathError(
                     f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
-                    "added since); make the optimizer again"
+                    "added since, as fully_shard does); make the optimizer again"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
 from pathsgd.geometry.gamma import Gamma, check_p, take_roots
+from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -135,6 +136,9 @@ class PathSGD(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
+        self._check_sharded(
+            relative=relative, max_relative_step=max_relative_step, differentiable=differentiable
+        )
         defaults = {
             "lr": lr,
             "p": p,
@@ -168,6 +172,9 @@ class PathSGD(PathOptimizer):
         options = {**self.defaults, **param_group}
         check_p(options["p"])
         check_limit(options["max_relative_step"])
+        self._check_sharded(
+            max_relative_step=options["max_relative_step"], differentiable=options["differentiable"]
+        )
         rate, lr = options["fallback_lr"], float(options["lr"])
         if rate is not None:
             if rate < 0 or lr == 0:
@@ -212,6 +219,7 @@ class PathSGD(PathOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_gradients_arrive()
         if self.relative:
             self._relative.step(self, None, self._step_normalised)
             return loss
@@ -269,17 +277,17 @@ class PathSGD(PathOptimizer):
     def _compute_steps(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
         """The steps of a group's parameters in invariant coordinates."""
         gammas = self.gamma_cache.gammas_of(params, group["p"])
+        buffers = [self._momentum_buffer(parameter) for parameter in params] if group["momentum"] else []
+        grads = [local_part(parameter.grad) for parameter in params if parameter.grad is not None]
+        params, buffers = [*map(local_part, params)], [*map(local_part, buffers)]
         foreach = group["foreach"]
         if foreach is None:
             foreach = defaults_to_foreach(params, group["differentiable"])
         if foreach:
             take_roots(gamma for gamma in gammas if gamma is not None)
         each = multi_tensor if foreach else single_tensor
-        grads = [parameter.grad for parameter in params if parameter.grad is not None]
         hs = gradients_to_z([-grad for grad in grads] if group["maximize"] else grads, gammas, each)
-        momentum = group["momentum"]
-        buffers = [self._momentum_buffer(parameter) for parameter in params] if momentum else []
-        us, _ = apply_momentum(hs, buffers, momentum, group["nesterov"], each)
+        us, _ = apply_momentum(hs, buffers, group["momentum"], group["nesterov"], each)
         lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         rates = [lr if gamma is not None else lr * group["fallback_ratio"] for gamma in gammas]
         return _Part(

@@ -25,6 +25,7 @@ from pathsgd import _torch
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.optim.lazy_graph import depth_of_caller
 
 
@@ -66,6 +67,8 @@ class Replicas:
         if _world_size() == 1:
             return None
         ddp = None if self._ddp is None else self._ddp()
+        if ddp is None and any(map(is_sharded, self.inner.parameters())):
+            return _mesh_group(self.inner)
         if ddp is None:
             self._watch()
             return None
@@ -156,6 +159,20 @@ def find_statistics(graph: PathGraph, model: nn.Module) -> list[str]:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
+    """The ranks over which a model is sharded or replicated."""
+    mesh: Any = next(p.device_mesh for p in model.parameters() if is_sharded(p))
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() != _world_size():
+        raise PathError(
+            "batch norm of a model that is sharded over several axes of a device mesh is supported where the "
+            f"mesh has all ranks; it has {mesh.size()} of {_world_size()}"
+        )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
