@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import pathsgd
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.sharded import shard_of
+from pathsgd.geometry.sharded import local_part, shard_of
 from support import cases, networks
 from support.ranks import run_on_ranks
 
@@ -81,7 +82,7 @@ def compare_gammas(whole, sharded, graph, p, exponents):
         part, own = shard_of(parameter), found[name].log2()
         whole_log = expected[name].log2()
         want = whole_log if part is None else whole_log.narrow(part.dim, part.start, part.length)
-        assert own.shape == want.shape == parameter.to_local().shape == found[name].shape, name
+        assert own.shape == want.shape == local_part(parameter).shape == found[name].shape, name
         z = found[name].weight_to_z(parameter.detach())
         assert z.shape == parameter.shape
         if own.numel():
@@ -158,6 +159,8 @@ def refuse():
     expect(lambda: PathSGD(model, shared="gram"))
     expect(lambda: pathsgd.path_norm(model))
     expect(lambda: pathsgd.balance(model))
+    partial = DTensor.from_local(torch.ones(2), model[0].weight.device_mesh, [Partial()])
+    expect(lambda: shard_of(partial))
     return messages
 
 
@@ -172,12 +175,9 @@ def make_mlp():
 
 
 def parallel_mlp(model):
+    """Tensor parallel: sharded over outputs, over inputs, and not at all."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (WORLD,)), plan)
-    for parameter in model[4].parameters(recurse=False):
-        mesh = model[0].weight.device_mesh
-        model[4].weight = nn.Parameter(DTensor.from_local(parameter.detach(), mesh))
-    return model
+    return parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (WORLD,)), plan)
 
 
 class Convolutional(nn.Sequential):
@@ -232,7 +232,7 @@ def train_sharded():
     found = {}
     for kind, (make, shape) in MODELS.items():
         for name, optimizer_of in OPTIMIZERS.items():
-            for blocks in (False, True):
+            for blocks in (False, True) if name == "PathSGD" else (False,):
                 model = shard(make(), blocks)
                 optimizer = optimizer_of(model, traced(make))
                 for step in range(STEPS):
@@ -242,6 +242,52 @@ def train_sharded():
                     optimizer.step()
                 found[kind, name, blocks] = [p.full_tensor().detach() for p in model.parameters()]
     return found
+
+
+def train_tensor_parallel():
+    """All ranks see the same batch."""
+    found = {}
+    for name, optimizer_of in OPTIMIZERS.items():
+        for model in (make_mlp(), parallel_mlp(make_mlp())):
+            optimizer = optimizer_of(model, traced(make_mlp))
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model, (3, 6), step, 0).backward()
+                clip(optimizer, step)
+                optimizer.step()
+            moved = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+            found.setdefault(name, []).append([p.detach() for p in moved])
+    return found
+
+
+def resume_from_checkpoint():
+    """By torch.distributed.checkpoint: asking for the state of an optimizer that has none takes a step."""
+    found = []
+    for optimizer_of in OPTIMIZERS.values():
+        mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("replicate", "shard"))
+        models = [fully_shard(make_mlp(), mesh=mesh) for _ in range(2)]
+        optimizers = [optimizer_of(model, traced(make_mlp)) for model in models]
+
+        def run(k, steps, models=models, optimizers=optimizers):
+            for step in steps:
+                optimizers[k].zero_grad()
+                loss_of(models[k], (3, 6), step, dist.get_rank()).backward()
+                optimizers[k].step()
+
+        before = local_weights(models[1])
+        get_state_dict(models[1], optimizers[1])
+        unmoved = all(map(torch.equal, before, local_weights(models[1])))
+        run(0, range(2))
+        saved = copy.deepcopy(get_state_dict(models[0], optimizers[0]))
+        set_state_dict(models[1], optimizers[1], model_state_dict=saved[0], optim_state_dict=saved[1])
+        for k in range(2):
+            run(k, range(2, 4))
+        found.append(unmoved and all(map(torch.equal, *map(local_weights, models))))
+    return found
+
+
+def local_weights(model):
+    return [p.to_local().detach().clone() for p in model.parameters()]
 
 
 def train_in_one_process(make, shape, optimizer_of):
@@ -265,6 +311,8 @@ def run_everything():
         "sent": count_numbers(),
         "refused": refuse(),
         "trained": train_sharded(),
+        "tensor parallel": train_tensor_parallel(),
+        "resumed": resume_from_checkpoint(),
     }
 
 
@@ -283,6 +331,10 @@ def test_sharded_models():
 
 
 def check_measurements(found):
+    assert all(found["resumed"])
+    for name, (expected, moved) in found["tensor parallel"].items():
+        for a, b in zip(moved, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name
     for case, difference in found["gammas"].items():
         assert difference < 1e-12, case
     assert all(found["same graphs"])
@@ -294,4 +346,4 @@ def check_measurements(found):
     replaced, unsupported = found["refused"][:3], found["refused"][3:]
     assert all("fully_shard" in message for message in replaced)
     assert all("sharded" in message for message in unsupported)
-    assert len(unsupported) == 7
+    assert len(unsupported) == 8

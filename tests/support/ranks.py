@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-SECONDS = 120
+SECONDS = 300
 """After which a test that hangs, as one whose ranks wait for each other, is ended."""
 
 

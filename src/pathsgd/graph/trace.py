@@ -82,6 +82,11 @@ def _check_parameters(model: nn.Module) -> None:
         raise TraceError(f"expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("a ScriptModule cannot be traced; pass the module it was made from")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise TraceError(
+            "FullyShardedDataParallel keeps parameters flattened, so that their paths cannot be seen; use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     named = list(model.named_parameters())
     if not named:
         raise TraceError(f"{type(model).__name__} has no parameters: there is nothing to trace")
