@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import pathsgd
@@ -130,8 +131,9 @@ def count_numbers():
         fully_shard(model)
         optimizer = PathSGD(model, x)
         model(x).sum().backward()
-        with counted_numbers() as sent:
+        with counted_numbers() as sent, CommDebugMode() as calls:
             optimizer.step()
+        assert len(sent) == calls.get_total_counts()  # DTensor sends nothing by itself
         found[name] = sent, [p.numel() for p in model.parameters()]
     return found
 

@@ -170,8 +170,7 @@ class GammaCache:
     def synchronise(self) -> None:
         """Makes gamma the same on all ranks that train the model together, up to the next step. A collective
         call."""
-        shared = self.lazy_graph.is_known and self.replicas.synchronise(self.graph)
-        if shared or self.sharded:
+        if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
             self._synchronised = True
             if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
                 self.refresh()
