@@ -102,6 +102,11 @@ def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], 
     )
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether users registered hooks on an optimizer's step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 # Settings of the process. torch.backends refuses to set them once they were frozen; the C functions do not.
 
 

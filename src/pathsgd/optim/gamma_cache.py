@@ -183,9 +183,9 @@ class GammaCache:
         self.synchronise()
         self._synchronised = False
 
-    def is_captured(self, p: float) -> bool:
-        """Whether gamma at this p is replayed from a CUDA graph."""
-        return (self.gamma_measurement, p) in self._captured
+    def is_captured(self, p: float, measurement: Measurement[Any] | None = None) -> bool:
+        """Whether gamma at this p, or what else is measured, is replayed from a CUDA graph."""
+        return (measurement or self.gamma_measurement, p) in self._captured
 
     def calibrate(self, p: float) -> None:
         """Finds out whether plain floats are enough, for a step that is compiled before any is run."""

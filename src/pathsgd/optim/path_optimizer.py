@@ -16,6 +16,7 @@ from pathsgd.graph.path_graph import PathGraph, traced_model
 from pathsgd.graph.trace import Example
 from pathsgd.optim.fused.dispatch import Choice, Dispatch, Ready, check_implementation
 from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import Rule, State
 
 
@@ -25,6 +26,8 @@ class PathOptimizer(Optimizer):
     gamma_cache: GammaCache
     implementation: Choice
     _dispatch: Dispatch | None
+    relative: bool
+    _relative: RelativeSteps
     _warns_of_small_share = True
     """Whether what falls back is trained worse, so that the user is to know if that is most of the model."""
 
@@ -93,6 +96,8 @@ class PathOptimizer(Optimizer):
         """Which implementation moved each parameter in the last step that was run: ``"triton"``,
         ``"blocked"`` or ``"reference"``, by the parameter's name."""
         fused = {} if self._dispatch is None else self._dispatch.last_kinds
+        if self.relative:
+            fused = self._relative.last_kinds
         return {
             name: fused.get(id(parameter), "reference")
             for name, parameter in self.gamma_cache.model.named_parameters()

@@ -93,6 +93,9 @@ class PathSGD(PathOptimizer):
         >>> optimizer.step()
     """
 
+    runs_on_device = True
+    """So that a relative step can be captured in a CUDA graph."""
+
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
@@ -155,7 +158,7 @@ class PathSGD(PathOptimizer):
         super().__init__(params, defaults)
         self._step_limit = StepLimit(self.gamma_cache)
         self.relative = relative
-        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth)
+        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
         self.gamma_cache.check_known(self.param_groups)
         if not relative:
             self.gamma_cache.calibrate(p)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from pathsgd._torch import is_capturing
+from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
 from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.view import RelativeView
 
+if TYPE_CHECKING:
+    from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
+    from pathsgd.optim.relative.gpu.step import KernelStep
+
+Groups = dict[str, dict[str, Any]]
+"""The group of every parameter by name."""
 BaseStep = Callable[[Callable[[], Any] | None], Any]
 
 
@@ -26,15 +35,30 @@ class RelativeSteps:
         p: the order of the path norm.
         coordinates: invariant ones, or the weights themselves.
         growth: the rate at which norms grow, in units of lr.
+        implementation: "reference" in ordinary operations, "triton" by kernels.
     """
 
-    def __init__(self, gamma_cache: GammaCache, p: float, coordinates: Coordinates, growth: float) -> None:
+    def __init__(
+        self,
+        gamma_cache: GammaCache,
+        p: float,
+        coordinates: Coordinates,
+        growth: float,
+        implementation: Choice = "auto",
+    ) -> None:
         if coordinates not in ("paths", "weights"):
             raise ValueError(f"Invalid coordinates: {coordinates!r} (one of 'paths', 'weights')")
         if not growth >= 0:
             raise ValueError(f"Invalid growth value: {growth}")
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
+        self.implementation = implementation
+        self.last_kinds: dict[int, Kind] = {}
+        """Which implementation moved each parameter in the last step, by its id, if not the reference."""
+        self._captured: CapturedStep | None = None
+        self._layout: list[tuple[str, tuple[int, ...], torch.device]] | None = None
+        self._units: UnitMeasurement | None = None
+        self._kernels: KernelStep | None = None
 
     def measurement(self, names: Sequence[str] = ()) -> RelativeMeasurement:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
@@ -48,48 +72,141 @@ class RelativeSteps:
         name = self.gamma_cache.names.get(id(parameter))
         return [] if name is None else self.measurement().by_name[name]
 
+    @torch.compiler.disable  # it has kernels of its own
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, base_step: BaseStep) -> Any:
         """One step of the base on u; what is not the model's it moves as it does without us."""
         names = self.gamma_cache.names
         groups = {
-            names[id(parameter)]: (parameter, group)
+            names[id(parameter)]: group
             for group in optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) in names
         }
-        moved = {n: p for n, (p, _) in groups.items() if closure is not None or p.grad is not None}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if closure is None:
+            parameters = [p for p in parameters if p.grad is not None]
+        moved = {names[id(p)]: p for p in parameters if id(p) in names}
         if not moved:
             return base_step(closure)
-        measurement = self.measurement(list(groups))
         with torch.no_grad():
-            coordinates = self.gamma_cache.get(measurement, self.p)
-
-        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
-            def option(name: str, default: float) -> float | Tensor:
-                return self._per_block(
-                    subset, {n: groups[n][1].get(name, default) for n in subset.names}, along
-                )
-
-            along = along * (1 - 2 * option("maximize", False))
-            direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
-            lr, catch_up = option("lr", 0.0), subset.of(coordinates.catch_up)
-            speed = torch.where(catch_up > 1, catch_up, subset.shares)
-            factor = torch.exp(lr * self.growth * speed * direction)
-            return factor * (1 - lr * option("weight_decay", 0.0))
-
-        view = RelativeView(moved, measurement, coordinates, grow)
-        with torch.no_grad(), view.entered():
-            loss = base_step(None if closure is None else view.wrap(closure))
+            kernels = None
+            if closure is None and len(moved) == len(parameters):
+                kernels = self._find_kernels(optimizer, list(groups), moved)
+            self.last_kinds = {} if kernels is None else {id(p): "triton" for p in parameters}
+            if kernels is not None:
+                loss = None
+                self._run_kernels(kernels, optimizer, groups)
+            else:
+                loss = self._run_base(optimizer, groups, moved, parameters, closure, base_step)
         self.gamma_cache.after_step()
         return loss
 
-    @staticmethod
-    def _per_block(subset: BlockSubset, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
-        """An option of every block; one number where all have the same."""
-        found = [values[block.name] for block in subset.blocks]
-        if all(value is found[0] or value == found[0] for value in found[1:]):
-            return found[0]
-        return torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in found])
+    def _run_base(
+        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], parameters: list[Tensor],
+        closure: Callable[[], Any] | None, base_step: BaseStep,
+    ) -> Any:  # fmt: skip
+        """The step of any optimizer, in ordinary operations."""
+        measurement = self.measurement(list(groups))
+        coordinates = self.gamma_cache.get(measurement, self.p)
+
+        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
+            return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
+
+        def run() -> Any:
+            view = RelativeView(moved, measurement, coordinates, grow)
+            with view.entered():
+                return base_step(None if closure is None else view.wrap(closure))
+
+        if closure is None and self._is_static(measurement) and is_capturable(optimizer, parameters):
+            return self._replay(optimizer, parameters, coordinates, run)
+        return run()
+
+    def _find_kernels(
+        self, optimizer: Optimizer, names: list[str], moved: dict[str, Tensor]
+    ) -> KernelStep | None:
+        """The step by Triton kernels, if they can do it."""
+        device = next(iter(moved.values())).device
+        chosen = self.implementation == "triton" or (self.implementation == "auto" and device.type == "cuda")
+        if not chosen or not has_triton():
+            return None
+        from pathsgd.optim.relative.gpu.layout import NotAMatrix
+        from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
+        from pathsgd.optim.relative.gpu.step import KernelStep, is_supported
+
+        if not is_supported(optimizer, list(moved.values())):
+            return None
+        tensors = self.gamma_cache.graph.tensors(self.gamma_cache.model)
+        layout = [(name, tensors[name].stride(), tensors[name].device) for name in names]
+        if layout != self._layout:
+            self._layout, self._kernels = layout, None
+            try:
+                self._units = UnitMeasurement(self.gamma_cache.graph, names, self.coordinates, tensors)
+            except NotAMatrix:
+                self._units = None
+        if self._units is None or self.gamma_cache.get(self._units, self.p).exponents:
+            return None
+        if self._kernels is None or list(self._kernels.parameters) != list(moved):
+            self._kernels = KernelStep(optimizer, self._units, moved)
+        return self._kernels
+
+    def _run_kernels(self, kernels: KernelStep, optimizer: Optimizer, groups: Groups) -> None:
+        coordinates = self.gamma_cache.get(kernels.measurement, self.p)
+
+        def option(subset: BlockSubset, name: str) -> float | Tensor:
+            return per_block(subset, groups, name, kernels.ratios)
+
+        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
+            return self._grow(optimizer, groups, kernels.parameters, subset, along, coordinates.catch_up)
+
+        def run() -> None:
+            kernels.run(coordinates, option, grow)
+
+        parameters = list(kernels.parameters.values())
+        if self._is_static(kernels.measurement) and is_capturable(optimizer, parameters):
+            self._replay(optimizer, parameters, coordinates, run, kernels.point)
+            return
+        kernels.point()
+        run()
+
+    def _is_static(self, measurement: RelativeMeasurement) -> bool:
+        """Whether the coordinates are replayed into the same tensors each time, so that the step can be."""
+        return not is_capturing() and self.gamma_cache.is_captured(self.p, measurement)
+
+    def _replay(
+        self, optimizer: Optimizer, parameters: list[Tensor], coordinates: object, run: Callable[[], object],
+        point: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        if self._captured is None or not self._captured.fits(parameters, coordinates):
+            self._captured = CapturedStep(optimizer, parameters, coordinates, run, point)
+        self._captured.replay()
+
+    def _grow(
+        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+        along: Tensor, catch_up: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The factors by which the norms of blocks grow, from <g, u> of each."""
+
+        def option(name: str) -> float | Tensor:
+            return per_block(subset, groups, name, along)
+
+        along = along * (1 - 2 * option("maximize"))
+        direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
+        catch_up = subset.of(catch_up)
+        speed = torch.where(catch_up > 1, catch_up, subset.shares)
+        factor = torch.exp(option("lr") * self.growth * speed * direction)
+        return factor * (1 - option("lr") * option("weight_decay"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_measurement": None}
+        made = ("_measurement", "_captured", "_units", "_kernels", "_layout")
+        return {**self.__dict__, **dict.fromkeys(made), "last_kinds": {}}
+
+
+def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> float | Tensor:
+    """An option of every block, 0 if there is none; one number where all have the same."""
+    found = [groups[block.name].get(name, 0.0) for block in subset.blocks]
+    tensors = any(isinstance(value, Tensor) for value in found)  # not to be looked at
+    if all(value is found[0] or (not tensors and value == found[0]) for value in found[1:]):
+        return found[0]
+    return torch.stack(
+        [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
+    )
