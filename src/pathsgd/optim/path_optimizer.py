@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import _torch
+from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.shared_weights import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph, traced_model
@@ -67,6 +68,20 @@ class PathOptimizer(Optimizer):
         )
         return list(self.gamma_cache.model.parameters()) if params is None else params
 
+    def _check_sharded(self, **options: object) -> None:
+        """Options for which there are no rules with sharded parameters."""
+        given = [name for name, value in options.items() if value not in (None, False)]
+        if given and self.gamma_cache.sharded:
+            raise PathError(
+                f"{given[0]} is not supported with sharded parameters (DTensor) yet; PathSGD and "
+                "PathNormalized without it are, and with DistributedDataParallel all of them"
+            )
+
+    def _check_gradients_arrive(self) -> None:
+        """If no parameter has a gradient, it may be because the model has others by now."""
+        if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self.gamma_cache.check_identity()
+
     @property
     def graph(self) -> PathGraph:
         """What is path-normalised and what is not: ``print(optimizer.graph)``.
@@ -92,7 +107,8 @@ class PathOptimizer(Optimizer):
         """Measures gamma anew at the next step.
 
         Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
-        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed.
+        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed. With several ranks call it on
+        all of them.
         """
         self.gamma_cache.refresh()
         if self._dispatch is not None:
@@ -110,7 +126,12 @@ class PathOptimizer(Optimizer):
 
     def _ready_chains(self, rules: dict[int, Rule], state_of: Callable[[Tensor], State]) -> list[Ready]:
         """The chains that a fused implementation can move now, given the rules of parameters by id."""
-        if not rules or self.gamma_cache.refresh_every > 1 or _torch.is_compiling():
+        if (
+            not rules
+            or self.gamma_cache.refresh_every > 1
+            or _torch.is_compiling()
+            or self.gamma_cache.sharded
+        ):
             return []
         self.gamma_cache.check_identity()
         if self._dispatch is None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.operations.extended_views import cat
+from pathsgd.geometry.sharded import contract_shards
+from pathsgd.graph.sharded import is_sharded
 
 BLOCK = 1 << 18
 """Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
@@ -22,6 +24,8 @@ BLOCK_ON_DEVICE = 1 << 25
 
 def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
+    if is_sharded(weight):
+        return contract_shards(contract, arithmetic, x, weight)
     if x.exponent is not None:
         return _contract_with_exponents(arithmetic, x, weight)
     weight = weight.to(arithmetic.dtype)
