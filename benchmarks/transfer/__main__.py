@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--seconds", type=float, default=math.inf)
     command.add_argument("--steps", type=int, help="at most so many steps an epoch, to try things out")
     command.add_argument("--device", choices=("cpu", "cuda"))
+    command.add_argument("--in-order", action="store_true", help="not the longest jobs first")
 
     for name, does in (("table", "write the tables"), ("figure", "draw the curves over the rate")):
         command = commands.add_parser(name, help=does)
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.command == "run":
         run_jobs(
             read_jobs(options.jobs), options.out, options.data, workers=options.workers,
-            seconds=options.seconds, steps=options.steps, device=options.device,
+            seconds=options.seconds, steps=options.steps, device=options.device, in_order=options.in_order,
         )  # fmt: skip
     elif options.command == "table":
         from .table import write_table

@@ -26,7 +26,7 @@ def _sgd(model: nn.Module, example: Any, lr: float = 0.01, **options: Any) -> to
 
 
 def _adamw(model: nn.Module, example: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr, fused=True, **options)
+    return torch.optim.AdamW(model.parameters(), lr, fused=True, capturable=_on_gpu(model), **options)
 
 
 def _muon(
@@ -40,13 +40,21 @@ def _path_sgd(model: nn.Module, example: Any, lr: float = 0.01, **options: Any) 
 
 
 def _path_adamw(model: nn.Module, example: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
-    return pathsgd.PathNormalized(torch.optim.AdamW, model, example, lr=lr, **options)
+    return pathsgd.PathNormalized(
+        torch.optim.AdamW, model, example, lr=lr, capturable=_on_gpu(model), **options
+    )
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
 def _relative(name: str, **fixed: Any) -> Make:
     """A class of pathsgd with its own default rate. Looked up late: without it only its own jobs fail."""
 
     def make(model: nn.Module, example: Any, **options: Any) -> torch.optim.Optimizer:
+        if name == "PathAdam":
+            options["capturable"] = _on_gpu(model)
         return getattr(pathsgd, name)(model, example, **{**fixed, **options})
 
     make.name = name  # type: ignore[attr-defined]

@@ -48,8 +48,9 @@ class Muon(torch.optim.Optimizer):
         rest = [p for p in model.parameters() if id(p) not in chosen]
         # One optimizer inside another would hide its groups from schedulers, so both share these.
         self.adamw = torch.optim.AdamW(
-            rest, adamw_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True
-        )
+            rest, adamw_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True,
+            capturable=rest[0].is_cuda,
+        )  # fmt: skip
         super().__init__([{"params": matrices, "lr": lr}], {"lr": lr, "momentum": momentum})
         self.param_groups += self.adamw.param_groups
         self.by_shape: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)

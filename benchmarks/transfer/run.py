@@ -35,6 +35,7 @@ def run_jobs(
     seconds: float = math.inf,
     steps: int | None = None,
     device: str | None = None,
+    in_order: bool = False,
 ) -> int:
     """Runs what is not recorded in ``out`` yet and appends to its records.
 
@@ -46,6 +47,7 @@ def run_jobs(
         seconds: after which no job is begun, and those that run are given up at their next epoch.
         steps: at most so many an epoch, to try things out.
         device: "cuda" if there is one.
+        in_order: as they come; by default the longest first.
 
     Returns:
         How many jobs are left.
@@ -54,7 +56,8 @@ def run_jobs(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     left = without_recorded(jobs, read_records([out]))
-    left.sort(key=estimate_cost, reverse=True)
+    if not in_order:
+        left.sort(key=estimate_cost, reverse=True)
     began, count = time.monotonic(), len(left)
     print(f"{count} jobs on {device}, {workers} at a time", flush=True)
     arguments = (folder, device, steps, deadline)

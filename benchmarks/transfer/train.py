@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 import pathsgd
 
 from .methods import make_optimizer, needs_paths
 from .networks import NETWORKS
+from .step import CapturedStep, TrainingStep
 from .tasks import Task, load_task
 
 Record = dict[str, Any]
@@ -95,21 +94,17 @@ def train(job: Job, task: Task, device: str, deadline: float = math.inf) -> Reco
     set_start(model, paths, job.start)
     optimizer = make_optimizer(job.method, model, paths, job.lr)
     rate = float(optimizer.param_groups[0]["lr"])
-    scheduler = LambdaLR(optimizer, warm_up_and_cosine(job.epochs * task.steps))
+    factor = warm_up_and_cosine(job.epochs * task.steps)
+    step = TrainingStep(model, optimizer) if device == "cpu" else CapturedStep(model, optimizer)
     setup = time.perf_counter() - began
 
     chance = math.log(task.classes)
     losses: list[float] = []
-    for _ in range(job.epochs):
-        total = torch.zeros((), device=device)
-        for x, y in task.epoch(generator):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            total += loss.detach()
-        losses.append(round(total.item() / task.steps, 5))
+    for epoch in range(job.epochs):
+        step.total.zero_()
+        for k, (x, y) in enumerate(task.epoch(generator), epoch * task.steps):
+            step(x, y, factor(k))
+        losses.append(round(step.total.item() / task.steps, 5))
         if not math.isfinite(losses[-1]):
             break
         if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
@@ -75,9 +76,33 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
+def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its children, its parameters and its buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
 def operator_schema(target: object) -> Any:
     """The schema of an ATen operator in an exported program; None for anything else."""
     return getattr(target, "_schema", None)
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass this is; a module does not know what wraps it."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether this is inside ``Join``, where ranks may come to their end at different times."""
+    return ddp._join_config.enable
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
+    with FakeTensorMode():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
@@ -86,6 +111,11 @@ def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], 
         list(optimizer._optimizer_load_state_dict_pre_hooks.values()),
         list(optimizer._optimizer_load_state_dict_post_hooks.values()),
     )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether users registered hooks on an optimizer's step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 # Settings of the process. torch.backends refuses to set them once they were frozen; the C functions do not.

@@ -14,6 +14,7 @@ from pathsgd._torch import foreach, is_compiling
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.views import view_tensor
 
 Tensors = Mapping[str, Tensor]
@@ -154,7 +155,7 @@ def _worth_batching(tensors: Sequence[Tensor]) -> bool:
     """Whether a few launches for all tensors are worth more than the simplicity of one for each."""
     return (
         len(tensors) > 1
-        and all(t.is_cuda for t in tensors)
+        and all(t.is_cuda and not is_sharded(t) for t in tensors)
         and not is_compiling()
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )

@@ -17,6 +17,8 @@ from torch import Tensor
 from pathsgd._torch import is_capturing, is_compiling, is_transformed
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp, safe_range
 from pathsgd.geometry.operations.extended_views import cat, stack
+from pathsgd.geometry.sharded import contract_shards
+from pathsgd.graph.sharded import is_sharded
 
 BLOCK = 1 << 20
 """Entries of W in one block: few enough to stay in the cache, many enough that calls of torch cost little."""
@@ -27,13 +29,18 @@ BLOCK_ON_DEVICE = 1 << 25
 
 def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
+    if is_sharded(weight):
+        return contract_shards(contract, arithmetic, x, weight)
     weight = weight.to(arithmetic.dtype)
     if x.exponent is None:
         return ExtendedFloat(_contract(arithmetic, x.mantissa, weight))
     found = None
     if not is_capturing() and not is_transformed(weight):  # else values cannot be looked at
         found = _contract_in_one_frame(arithmetic, x, weight)
-    return _contract_by_unit(arithmetic, x, weight) if found is None else found
+    mantissa, exponent = found or _contract_by_unit(arithmetic, x, weight)
+    assert exponent is not None
+    # The same shape either way: ranks that hold different rows may differ in it.
+    return ExtendedFloat(mantissa, exponent.expand(*x.exponent.shape[:-1], weight.shape[0]))
 
 
 def _contract(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:

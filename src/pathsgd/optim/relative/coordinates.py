@@ -15,7 +15,7 @@ from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
-from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
@@ -74,7 +74,7 @@ class RelativeMeasurement:
 
     def __init__(self, graph: PathGraph, names: Sequence[str], coordinates: Coordinates) -> None:
         self.names, self.coordinates = list(names), coordinates
-        self.capturable = coordinates == "paths"
+        self.capturable = True
         self.by_name = find_blocks(graph)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
@@ -109,12 +109,12 @@ class RelativeMeasurement:
     def run(
         self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None
     ) -> RelativeCoordinates:
-        if self.coordinates == "weights":
-            return self._divide_by_sizes(tensors, compute_dtype(tensors), None, {})
         return measure_in_range(graph, tensors, p, self.measure, exponents)
 
     def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
         tensors, dtype = network.edges.tensors, network.arithmetic.dtype
+        if self.coordinates == "weights":
+            return self._divide_by_sizes(tensors, dtype, None, {})
         factors = measure_unit_factors(network, check)
         _, edges = self._place(network.device)
         scales = {n: _canonical_scale(factors, edges[n], tensors[n]) for n in self.names if n in edges}
@@ -164,10 +164,14 @@ class RelativeMeasurement:
         if subset.index is not None:
             norms = norms.new_zeros(len(self.blocks)).index_copy(0, subset.index, norms)
         bound = NOISE * torch.finfo(blocks[0].dtype).eps
-        noise = subset.of(self._place(norms.device)[0].find_noise(norms, bound))
+        noise = subset.of(self.find_noise(norms, bound))
         for block, own, zero in zip(subset.blocks, blocks, noise.unbind(), strict=True):
             if not block.turns:
                 own.masked_fill_(zero, 0)
+
+    def find_noise(self, norms: Tensor, bound: float) -> Tensor:
+        """Which blocks' gradients are rounding, given the norms of all."""
+        return self._place(norms.device)[0].find_noise(norms, bound)
 
     def _place(self, device: torch.device) -> tuple[SizeTable, dict[str, EdgeClasses]]:
         """What is needed on a device, put there once: a CUDA graph cannot capture the transfer."""

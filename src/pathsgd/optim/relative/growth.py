@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from pathsgd._torch import foreach
+
 BETAS = (0.9, 0.99)
 KEY = "growth"
 """In the state of a parameter: both averages and the number of steps, for each of its blocks."""
@@ -31,15 +33,16 @@ def find_growth(
     """
     states = []
     for parameter, count in zip(parameters, counts, strict=True):
-        state = optimizer.state[parameter].get(KEY)
-        states.append(along.new_zeros(3, count) if state is None else state)
+        state = optimizer.state[parameter]
+        if KEY not in state:
+            state[KEY] = along.new_zeros(3, count)
+        states.append(state[KEY])
     first, second, steps = torch.cat(states, 1)
     first = first.lerp(along, 1 - BETAS[0])
     second = second.lerp(along.square(), 1 - BETAS[1])
     steps = steps + 1
-    kept = torch.stack([first, second, steps]).split(list(counts), 1)
-    for parameter, state in zip(parameters, kept, strict=True):
-        optimizer.state[parameter][KEY] = state.clone()
+    # In place, so that a CUDA graph finds them where they were.
+    foreach("copy_", states, list(torch.stack([first, second, steps]).split(list(counts), 1)))
     mean = first / (1 - BETAS[0] ** steps)
     size = (second / (1 - BETAS[1] ** steps)).sqrt()
     return torch.where(size > 0, -mean / torch.where(size > 0, size, 1), 0)

@@ -49,6 +49,8 @@ class RelativeMuon(Optimizer):
     """
 
     blocks_of: Callable[[Tensor], list[Block]]
+    runs_on_device = True
+    """So that a step can be captured in a CUDA graph."""
 
     def __init__(
         self, params: Any, lr: float | Tensor, momentum: float, nesterov: bool, betas: tuple[float, float],
@@ -113,11 +115,14 @@ class RelativeMuon(Optimizer):
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
+        capturable = all(p.is_cuda for p in params)  # the number of steps is on the device, too
         for p in params:
             if "exp_avg" not in self.state[p]:
                 self.state[p].update(
                     step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
                 )
+            if capturable and not self.state[p]["step"].is_cuda:
+                self.state[p]["step"] = self.state[p]["step"].to(p.device)
         states = [self.state[p] for p in params]
         first, second = group["betas"]
         grads = [p.grad for p in params if p.grad is not None]
@@ -125,4 +130,5 @@ class RelativeMuon(Optimizer):
             params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
             [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
             lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
+            capturable=capturable,
         )  # fmt: skip

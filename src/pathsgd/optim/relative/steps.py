@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from pathsgd._torch import is_capturing
+from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
+from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
+from pathsgd.optim.relative.coordinates import (
+    BlockSubset,
+    Coordinates,
+    RelativeCoordinates,
+    RelativeMeasurement,
+)
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.view import RelativeView
 
+if TYPE_CHECKING:
+    from pathsgd.optim.relative.gpu.choice import KernelChoice
+    from pathsgd.optim.relative.gpu.measurement import UnitCoordinates
+    from pathsgd.optim.relative.gpu.step import KernelStep
+
+Groups = dict[str, dict[str, Any]]
+"""The group of every parameter by name."""
 BaseStep = Callable[[Callable[[], Any] | None], Any]
 
 
@@ -26,15 +41,28 @@ class RelativeSteps:
         p: the order of the path norm.
         coordinates: invariant ones, or the weights themselves.
         growth: the rate at which norms grow, in units of lr.
+        implementation: "reference" in ordinary operations, "triton" by kernels.
     """
 
-    def __init__(self, gamma_cache: GammaCache, p: float, coordinates: Coordinates, growth: float) -> None:
+    def __init__(
+        self,
+        gamma_cache: GammaCache,
+        p: float,
+        coordinates: Coordinates,
+        growth: float,
+        implementation: Choice = "auto",
+    ) -> None:
         if coordinates not in ("paths", "weights"):
             raise ValueError(f"Invalid coordinates: {coordinates!r} (one of 'paths', 'weights')")
         if not growth >= 0:
             raise ValueError(f"Invalid growth value: {growth}")
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
+        self.implementation = implementation
+        self.last_kinds: dict[int, Kind] = {}
+        """Which implementation moved each parameter in the last step, by its id, if not the reference."""
+        self._captured: CapturedStep | None = None
+        self._kernels: KernelChoice | None = None
 
     def measurement(self, names: Sequence[str] = ()) -> RelativeMeasurement:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
@@ -48,48 +76,118 @@ class RelativeSteps:
         name = self.gamma_cache.names.get(id(parameter))
         return [] if name is None else self.measurement().by_name[name]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it has kernels of its own
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, base_step: BaseStep) -> Any:
         """One step of the base on u; what is not the model's it moves as it does without us."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if closure is None:
+            parameters = [p for p in parameters if p.grad is not None]
         names = self.gamma_cache.names
-        groups = {
-            names[id(parameter)]: (parameter, group)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        }
-        moved = {n: p for n, (p, _) in groups.items() if closure is not None or p.grad is not None}
+        moved = {names[id(p)]: p for p in parameters if id(p) in names}
         if not moved:
             return base_step(closure)
-        measurement = self.measurement(list(groups))
+        loss = None
         with torch.no_grad():
-            coordinates = self.gamma_cache.get(measurement, self.p)
-
-        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
-            def option(name: str, default: float) -> float | Tensor:
-                return self._per_block(
-                    subset, {n: groups[n][1].get(name, default) for n in subset.names}, along
-                )
-
-            along = along * (1 - 2 * option("maximize", False))
-            direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
-            lr, catch_up = option("lr", 0.0), subset.of(coordinates.catch_up)
-            speed = torch.where(catch_up > 1, catch_up, subset.shares)
-            factor = torch.exp(lr * self.growth * speed * direction)
-            return factor * (1 - lr * option("weight_decay", 0.0))
-
-        view = RelativeView(moved, measurement, coordinates, grow)
-        with torch.no_grad(), view.entered():
-            loss = base_step(None if closure is None else view.wrap(closure))
+            if closure is not None or not self._replay(parameters):
+                loss = self._step(optimizer, parameters, moved, closure, base_step)
         self.gamma_cache.after_step()
         return loss
 
-    @staticmethod
-    def _per_block(subset: BlockSubset, values: dict[str, float | Tensor], like: Tensor) -> float | Tensor:
-        """An option of every block; one number where all have the same."""
-        found = [values[block.name] for block in subset.blocks]
-        if all(value is found[0] or value == found[0] for value in found[1:]):
-            return found[0]
-        return torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in found])
+    def _replay(self, parameters: list[Tensor]) -> bool:
+        """Takes the step that was captured, if it is still this one."""
+        step = self._captured
+        if step is None or is_capturing() or not step.fits(parameters):
+            return False
+        if self.gamma_cache.get(step.measurement, self.p) is not step.coordinates:
+            return False
+        step.replay()
+        return True
+
+    def _step(
+        self, optimizer: Optimizer, parameters: list[Tensor], moved: dict[str, Tensor],
+        closure: Callable[[], Any] | None, base_step: BaseStep,
+    ) -> Any:  # fmt: skip
+        names = self.gamma_cache.names
+        groups = {names[id(p)]: g for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+        found = None
+        if closure is None and len(moved) == len(parameters):
+            found = self._find_kernels(optimizer, list(groups), moved)
+        self.last_kinds = {} if found is None else {id(p): "triton" for p in parameters}
+        point: Callable[[bool], None] | None = None
+        measurement: RelativeMeasurement
+        coordinates: UnitCoordinates | RelativeCoordinates
+
+        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
+            return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
+
+        if found is not None:
+            kernels, units = found
+            coordinates, measurement, point = units, kernels.measurement, kernels.point
+
+            def run() -> Any:
+                kernels.run(units, lambda subset, name: per_block(subset, groups, name, kernels.ratios), grow)
+
+        else:
+            measurement = self.measurement(list(groups))
+            dense = coordinates = self.gamma_cache.get(measurement, self.p)
+
+            def run() -> Any:
+                view = RelativeView(moved, measurement, dense, grow)
+                with view.entered():
+                    return base_step(None if closure is None else view.wrap(closure))
+
+        # Where the measurement is replayed into the same tensors each time, so can the step be.
+        static = closure is None and not is_capturing() and self.gamma_cache.is_captured(self.p, measurement)
+        if static and is_capturable(optimizer, parameters):
+            self._captured = CapturedStep(optimizer, parameters, measurement, coordinates, run, point)
+            self._captured.replay()
+            return None
+        if point is not None:
+            point(False)
+        return run()
+
+    def _find_kernels(
+        self, optimizer: Optimizer, names: list[str], moved: dict[str, Tensor]
+    ) -> tuple[KernelStep, UnitCoordinates] | None:
+        """The step by Triton kernels, if they can take it."""
+        on_gpu = next(iter(moved.values())).is_cuda
+        if not has_triton() or not (
+            self.implementation == "triton" or (self.implementation == "auto" and on_gpu)
+        ):
+            return None
+        if self._kernels is None:
+            from pathsgd.optim.relative.gpu.choice import KernelChoice
+
+            self._kernels = KernelChoice(self.gamma_cache, self.p, self.coordinates)
+        return self._kernels.find(optimizer, names, moved)
+
+    def _grow(
+        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+        along: Tensor, catch_up: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The factors by which the norms of blocks grow, from <g, u> of each."""
+
+        def option(name: str) -> float | Tensor:
+            return per_block(subset, groups, name, along)
+
+        along = along * (1 - 2 * option("maximize"))
+        direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
+        catch_up = subset.of(catch_up)
+        speed = torch.where(catch_up > 1, catch_up, subset.shares)
+        factor = torch.exp(option("lr") * self.growth * speed * direction)
+        return factor * (1 - option("lr") * option("weight_decay"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_measurement": None}
+        made = ("_measurement", "_captured", "_kernels")
+        return {**self.__dict__, **dict.fromkeys(made), "last_kinds": {}}
+
+
+def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> float | Tensor:
+    """An option of every block, 0 if there is none; one number where all have the same."""
+    found = [groups[block.name].get(name, 0.0) for block in subset.blocks]
+    tensors = any(isinstance(value, Tensor) for value in found)  # not to be looked at
+    if all(value is found[0] or (not tensors and value == found[0]) for value in found[1:]):
+        return found[0]
+    return torch.stack(
+        [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
+    )

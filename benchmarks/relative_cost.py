@@ -1,0 +1,111 @@
+"""What a relative step costs: whole training steps of PathMuon and PathAdam beside Muon's and AdamW's.
+
+Each eagerly, as in an ordinary loop; with the user's whole step as one CUDA graph; and the optimizer alone,
+eagerly. One run, the methods in turn, medians. Writes results/optim/relative-cost-DEVICE.json.
+
+    python -m benchmarks.relative_cost [cpu|cuda]
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from benchmarks.transfer.muon import Muon
+from benchmarks.transfer.networks import GPT, NETWORKS
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pathsgd
+from pathsgd.console.devices import device_name
+from pathsgd.console.networks import small_image_resnet
+from pathsgd.console.timing import capture, median_us
+
+OUT = Path(__file__).resolve().parent.parent / "results" / "optim"
+RATE = 1e-6
+Make = Callable[[nn.Module, Tensor], torch.optim.Optimizer]
+
+
+def _images(count: int, classes: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3, 32, 32), torch.randint(classes, (count,))
+
+
+def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(256, (count, length)), torch.randint(256, (count, length))
+
+
+Batch = Callable[[], tuple[Tensor, Tensor]]
+IMAGES: Batch = functools.partial(_images, 128)
+CASES: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
+    "ResNet-18, 32x32, batch 128, tf32": (small_image_resnet, IMAGES, "tf32"),
+    "VGG of 48 channels, batch 128, tf32": (NETWORKS["vgg-48"].build, IMAGES, "tf32"),
+    "MLP 3 x 2048, batch 128, tf32": (NETWORKS["mlp-2048x3"].build, IMAGES, "tf32"),
+    "GPT 4 x 512, 64 x 128 tokens, tf32": (
+        NETWORKS["gpt-512"].build, functools.partial(_tokens, 64, 128), "tf32"
+    ),
+    "GPT 12 x 768, 32 x 256 tokens, bf16": (
+        functools.partial(GPT, 768, 12, 256), functools.partial(_tokens, 32, 256), "bf16"
+    ),
+}  # fmt: skip
+
+
+def methods(on_gpu: bool) -> dict[str, Make]:
+    return {
+        "AdamW, fused": lambda m, x: torch.optim.AdamW(m.parameters(), RATE, fused=True, capturable=on_gpu),
+        "PathAdam": lambda m, x: pathsgd.PathAdam(m, x[:1], RATE, capturable=on_gpu),
+        "Muon": lambda m, x: Muon(m, RATE, RATE),
+        "PathMuon": lambda m, x: pathsgd.PathMuon(m, x[:1], RATE),
+    }
+
+
+def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds by way and method."""
+    build, batch, precision = CASES[case]
+    torch.manual_seed(0)
+    x, y = (t.to(device) for t in batch())
+    eager, captured, alone = {}, {}, {}
+    for name, make in methods(device.type == "cuda").items():
+        model = build().to(device)
+        optimizer = make(model, x)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                outputs = model(x)
+            F.cross_entropy(outputs.float().flatten(0, -2), y.flatten()).backward()
+            optimizer.step()
+
+        for _ in range(10):
+            step()
+        eager[name], alone[name] = step, optimizer.step
+        if device.type == "cuda":
+            captured[name] = capture(step, device)
+    ways = {"eager": eager, "alone": alone, "one CUDA graph": captured}
+    # Captured last: gradients then lie in the graphs' memory.
+    return {way: median_us(steps, seconds, device) for way, steps in ways.items() if steps}
+
+
+def main() -> None:
+    device = torch.device(
+        sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    found: dict[str, object] = {"machine": device_name(device), "torch": torch.__version__}
+    for case in CASES:
+        found[case] = times = measure(case, device, 0.4 if device.type == "cuda" else 10)
+        print(case)
+        for way, own in times.items():
+            text = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in own.items())
+            ratios = own["PathAdam"] / own["AdamW, fused"], own["PathMuon"] / own["Muon"]
+            print(f"  {way}: {text}; PathAdam {ratios[0]:.2f}, PathMuon {ratios[1]:.2f}", flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / f"relative-cost-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

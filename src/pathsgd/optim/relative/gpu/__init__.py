@@ -1,0 +1,1 @@
+"""Relative steps by Triton kernels, each of which goes over all blocks in one launch."""

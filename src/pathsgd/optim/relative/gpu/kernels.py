@@ -1,0 +1,150 @@
+"""The kernels of a relative step. Each program has one tile of one block, found in tables (layout.py).
+
+u = w f / size and the gradient by u is h = g size / f, with f the product of a factor of the row and one of
+the input. Sums over a block are written tile by tile and added up by ``sum_kernel``: nothing is added
+atomically, so a step gives the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+ROWS: tl.constexpr = tl.constexpr(8)
+COLUMNS: tl.constexpr = tl.constexpr(256)
+"""Of a tile."""
+WARPS = 8
+FIELDS: tl.constexpr = tl.constexpr(14)
+"""Of a piece of a block."""
+SUMS: tl.constexpr = tl.constexpr(3)
+"""The most a kernel finds of a tile."""
+
+
+@triton.jit
+def _find_tile(pieces, tiles):
+    """(fields of the piece, number of its block, rows, columns, which of them exist, where they lie)."""
+    tile = tiles + 3 * tl.program_id(0)
+    piece = pieces + tl.load(tile) * FIELDS
+    i = tl.load(tile + 1) + tl.arange(0, ROWS)
+    c = tl.load(tile + 2) + tl.arange(0, COLUMNS)
+    mask = (i < tl.load(piece + 5))[:, None] & (c < tl.load(piece + 6))[None, :]
+    at = i[:, None] * tl.load(piece + 7).to(tl.int32) + c[None, :]
+    return piece, tl.load(piece + 13), i, c, mask, at
+
+
+@triton.jit
+def _find_factors(piece, factors, i, c):
+    """The factors of rows and of columns."""
+    j = (c // tl.load(piece + 8).to(tl.int32)) % tl.load(piece + 9).to(tl.int32)
+    rows = tl.load(factors + tl.load(piece + 10) + i, i < tl.load(piece + 5), 1.0)
+    columns = tl.load(factors + tl.load(piece + 11) + j, c < tl.load(piece + 6), 1.0)
+    return rows, columns
+
+
+@triton.jit
+def _load_u(piece, number, factors, sizes, i, c, at, mask):
+    """(w, u, what takes a step of u to one of w)."""
+    rows, columns = _find_factors(piece, factors, i, c)
+    size = tl.load(sizes + number)
+    w = tl.load(_pointer(piece, 0) + at, mask, 0.0)
+    u = w * ((rows / size)[:, None] * columns[None, :])
+    return w, u, (size / rows)[:, None] * (1.0 / columns)[None, :]
+
+
+@triton.jit
+def _pointer(piece, field: tl.constexpr):
+    return tl.load(piece + field).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _store_sum(partial, column: tl.constexpr, x, y):
+    """The sum of products over a tile, in fp64: no square is lost."""
+    products = x.to(tl.float64) * y.to(tl.float64)
+    tl.store(partial + SUMS * tl.program_id(0) + column, tl.sum(tl.sum(products, 1), 0))
+
+
+@triton.jit
+def norm_kernel(pieces, tiles, factors, sizes, partial, GRADIENT: tl.constexpr):
+    """<z, z> with z = w f, or <h, h>."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    rows, columns = _find_factors(piece, factors, i, c)
+    if GRADIENT:
+        scale = (tl.load(sizes + number) / rows)[:, None] * (1.0 / columns)[None, :]
+        x = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
+    else:
+        x = tl.load(_pointer(piece, 0) + at, mask, 0.0) * (rows[:, None] * columns[None, :])
+    _store_sum(partial, 0, x, x)
+
+
+@triton.jit
+def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum, NESTEROV: tl.constexpr):
+    """Momentum of h, and the direction that is to be orthogonalised; <h, u> and <h, h>."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    _, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
+    h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
+    buffer = momentum * tl.load(_pointer(piece, 2) + at, mask, 0.0) + h
+    tl.store(_pointer(piece, 2) + at, buffer, mask)
+    direction = h + momentum * buffer if NESTEROV else buffer
+    place = i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
+    tl.store(directions + tl.load(piece + 12) + place, direction.to(directions.dtype.element_ty), mask)
+    _store_sum(partial, 0, h, u)
+    _store_sum(partial, 1, h, h)
+
+
+@triton.jit
+def move_kernel(pieces, tiles, factors, sizes, partial, directions, rates):
+    """Moves weights along their direction; <u, u> before and after."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
+    place = i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
+    direction = tl.load(directions + tl.load(piece + 12) + place, mask, 0.0).to(tl.float32)
+    step = tl.load(rates + number) * direction
+    tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
+    _store_sum(partial, 0, u, u)
+    _store_sum(partial, 1, u - step, u - step)
+
+
+@triton.jit
+def adam_kernel(
+    pieces, tiles, factors, sizes, partial, rates, shrinks, keeps,
+    first, rest_first, log_first, second, rest_second, log_second, eps,
+):  # fmt: skip
+    """Adam's step; <h, u>, and <u, u> before and after."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    # In fp64, since 1 - beta^step cancels.
+    count = tl.load(_pointer(piece, 4)).to(tl.float64)
+    rate = tl.load(rates + number) / (1.0 - tl.exp(count * log_first)).to(tl.float32)
+    correction = tl.sqrt((1.0 - tl.exp(count * log_second)).to(tl.float32))
+    w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
+    h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
+    h = tl.where(tl.load(keeps + number) != 0, h, 0.0)
+    average = first * tl.load(_pointer(piece, 2) + at, mask, 0.0) + rest_first * h
+    square = second * tl.load(_pointer(piece, 3) + at, mask, 0.0) + rest_second * (h * h)
+    tl.store(_pointer(piece, 2) + at, average, mask)
+    tl.store(_pointer(piece, 3) + at, square, mask)
+    # Where mask is false all of it is zero, and eps may be.
+    step = tl.where(mask, rate * (average / (tl.sqrt_rn(square) / correction + eps)), 0.0)
+    shrink = tl.load(shrinks + number)
+    tl.store(_pointer(piece, 0) + at, w * shrink - step * scale, mask)
+    moved = u * shrink - step
+    _store_sum(partial, 0, h, u)
+    _store_sum(partial, 1, u, u)
+    _store_sum(partial, 2, moved, moved)
+
+
+@triton.jit
+def scale_kernel(pieces, tiles, scales):
+    """Multiplies the weights of a block by a number."""
+    piece, number, _, _, mask, at = _find_tile(pieces, tiles)
+    place = _pointer(piece, 0) + at
+    tl.store(place, tl.load(place, mask, 0.0) * tl.load(scales + number), mask)
+
+
+@triton.jit
+def sum_kernel(partial, firsts, numbers, sums, AT_ONCE: tl.constexpr):
+    """Adds up what was found of a block's tiles."""
+    k, column = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(firsts + k), tl.load(firsts + k + 1)
+    total = tl.zeros((AT_ONCE,), tl.float64)
+    for tile in range(start, stop, AT_ONCE):
+        at = tile + tl.arange(0, AT_ONCE)
+        total += tl.load(partial + SUMS * at + column, at < stop, 0.0)
+    tl.store(sums + SUMS * tl.load(numbers + k) + column, tl.sum(total, 0))

@@ -1,0 +1,122 @@
+"""Relative steps that the optimizer captures in a CUDA graph, against those it runs: ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+from pathsgd.optim.relative import steps
+from support.networks import Mlp, Recurrent, SmallResNet, Transformer, build
+
+pytestmark = pytest.mark.gpu
+
+OPTIMIZERS = {
+    "PathMuon": PathMuon,
+    "PathMuon on weights": lambda model, x: PathMuon(model, x, coordinates="weights"),
+    "PathAdam": PathAdam,
+    "PathAdam, fused": lambda model, x: PathAdam(model, x, fused=True),
+    "PathSGD": lambda model, x: PathSGD(model, x, relative=True, momentum=0.9),
+    "Adagrad": lambda model, x: PathNormalized(torch.optim.Adagrad, model, x, relative=True),
+}
+
+
+def train(model, x, optimizer, count, events=None):
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    for k in range(count):
+        if events is not None:
+            events(k, optimizer)
+        optimizer.zero_grad()
+        outputs = model(x)
+        F.cross_entropy(outputs.flatten(1), torch.arange(len(outputs), device="cuda")).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def both_ways(monkeypatch, kind, name, events=None, count=24):
+    """The weights after training by captured steps and by others, and how many were captured."""
+    ends = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        model, x = build(kind, torch.float32)
+        model, x = model.cuda(), x.cuda()
+        optimizer = OPTIMIZERS[name](model, x)
+        if not captured:
+            monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
+        train(model, x, optimizer, count, events)
+        ends.append((torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer))
+    (found, optimizer), (expected, _) = ends
+    step = optimizer._relative._captured
+    return found, expected, step is not None and step.graph is not None
+
+
+def gap(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("kind", [Mlp, SmallResNet, Recurrent, Transformer])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_captured_step_is_the_step(monkeypatch, kind, name):
+    """Under a schedule; Adagrad, which counts its steps on the host, is not captured."""
+    found, expected, captured = both_ways(monkeypatch, kind, name)
+    assert captured == (name != "Adagrad")
+    assert gap(found, expected) <= 1e-5
+
+
+def load(k, optimizer):
+    if k == 12:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def decay(k, optimizer):
+    if k >= 12:
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def move_state(k, optimizer):
+    if k == 12:
+        for state in optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items()})
+
+
+def write_state(k, optimizer):
+    if k == 12:
+        for state in optimizer.state.values():
+            for key in set(state) - {"step", "growth"}:
+                state[key].zero_()
+
+
+def freeze(k, optimizer):
+    if k == 12:
+        optimizer.param_groups[0]["params"][0].requires_grad_(False)
+
+
+def write_weights(k, optimizer):
+    if k == 12:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(2)
+
+
+EVENTS = [load, decay, move_state, write_state, freeze, write_weights]
+
+
+@pytest.mark.parametrize("events", EVENTS)
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
+def test_a_captured_step_follows_what_changes(monkeypatch, name, events):
+    found, expected, captured = both_ways(monkeypatch, SmallResNet, name, events)
+    assert captured
+    assert gap(found, expected) <= 1e-5
+
+
+def test_writes_are_counted():
+    """By torch, so that a backward pass through weights that have moved is an error."""
+    model, x = build(Mlp, torch.float32)
+    model, x = model.cuda(), x.cuda()
+    optimizer = PathMuon(model, x)
+    train(model, x, optimizer, 12)
+    outputs = model(x)
+    outputs.sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()
