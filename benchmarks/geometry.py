@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -185,6 +186,7 @@ def main() -> None:
         found = {
             "machine": machine(options.device),
             "torch": torch.__version__,
+            "load": os.getloadavg()[0],
             "rows": [asdict(row) for row in rows],
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
