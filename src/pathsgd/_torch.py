@@ -70,6 +70,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
+def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its children, its parameters and its buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
 def operator_schema(target: object) -> Any:
     """The schema of an ATen operator in an exported program; None for anything else."""
     return getattr(target, "_schema", None)

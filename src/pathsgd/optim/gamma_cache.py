@@ -20,6 +20,7 @@ from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
+from pathsgd.optim.model_tensors import ModelTensors
 from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
@@ -103,6 +104,8 @@ class GammaCache:
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
         self.names = _names(self.model)
+        self._model_tensors = ModelTensors(self.model)
+        self._identified = 0
         self.needs_exponents: dict[Key, bool] = {}
         self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
@@ -128,7 +131,7 @@ class GammaCache:
             if is_capturing():
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
-                tensors = self._tensors()
+                tensors = self.tensors()
                 graph = measurement.adapt(self.graph)
                 return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
@@ -148,7 +151,7 @@ class GammaCache:
     def _measure(self, measurement: Measurement[F], p: float) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""
         key = measurement, p
-        tensors = self._tensors()
+        tensors = self.tensors()
         captured = self._captured.pop(key, None)
         if captured is not None and captured.fits(tensors):
             found = captured.replay()
@@ -164,8 +167,9 @@ class GammaCache:
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
 
-    def _tensors(self) -> Tensors:
-        return self.replicas.take_statistics(self.graph.tensors(self.model, sharded=True))
+    def tensors(self) -> Tensors:
+        """What gamma is measured from."""
+        return self.replicas.take_statistics(self._model_tensors.read(self.graph))
 
     def synchronise(self) -> None:
         """Makes gamma the same on all ranks that train the model together, up to the next step. A collective
@@ -209,8 +213,9 @@ class GammaCache:
 
     def _current_versions(self) -> list[Version]:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.
-        buffers = self.model.buffers() if self.refresh_every == 1 else ()
-        return versions([*self.model.parameters(), *buffers])
+        tensors = self._model_tensors.read(self.graph)
+        names = tensors if self.refresh_every == 1 else self.graph.parameters
+        return versions(tensors[name] for name in names)
 
     def check_known(self, groups: Sequence[dict[str, Any]]) -> None:
         """At least one parameter of the optimizer is the model's; others may come along."""
@@ -223,15 +228,18 @@ class GammaCache:
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
+        if self._identified == self._model_tensors.walks and self._model_tensors.is_same_structure():
+            return
         for name, parameter in self.model.named_parameters():
             if self.names.get(id(parameter)) != name:
                 raise PathError(
                     f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
                     "added since, as fully_shard does); make the optimizer again"
                 )
+        self._identified = self._model_tensors.walks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None}
+        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None, "_identified": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

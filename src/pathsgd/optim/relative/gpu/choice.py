@@ -34,7 +34,7 @@ class KernelChoice:
         """
         if not is_supported(optimizer, list(moved.values())):
             return None
-        tensors = self.gamma_cache.graph.tensors(self.gamma_cache.model)
+        tensors = self.gamma_cache.tensors()
         layout = [(name, tensors[name].stride(), tensors[name].device) for name in names]
         if layout != self._layout:
             self._layout, self._step = layout, None
