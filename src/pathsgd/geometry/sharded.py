@@ -121,6 +121,7 @@ def conv_shards(
 ) -> ExtendedFloat:
     """A convolution whose kernel is sharded. A collective call."""
     outputs, inputs = (1, 0) if operation.transposed else (0, 1)
+    x = arithmetic.align(x, [d for d in range(x.mantissa.dim()) if d != 1])
     return _by_shards(
         lambda x, w: conv(arithmetic, operation, x, w), arithmetic, x, weight, 1, outputs, inputs
     )
@@ -145,17 +146,23 @@ def _by_shards(
         # There are more ranks than rows. One that counts for nothing keeps all shapes as they are elsewhere.
         local = local.new_zeros([max(n, 1) for n in local.shape])
     if shard.dim == outputs:
-        y = compute(x, local)
+        y = _expand_exponent(compute(x, local), x, channels)
         y = y if shard.length else _narrow(y, channels, 0, 0)
-        mantissa = shard.gather(y.mantissa, channels)
-        if y.exponent is None:
-            return ExtendedFloat(mantissa)
-        shape = [*y.exponent.shape]
-        shape[channels] = shard.length
-        return ExtendedFloat(mantissa, shard.gather(y.exponent.expand(shape), channels))
+        exponent = None if y.exponent is None else shard.gather(y.exponent, channels)
+        return ExtendedFloat(shard.gather(y.mantissa, channels), exponent)
     assert shard.dim == inputs
     own = shard.of(x, channels) if shard.length else _narrow(x, channels, 0, 1)
-    return _add_over_ranks(arithmetic, compute(own, local), shard.group)
+    return _add_over_ranks(arithmetic, _expand_exponent(compute(own, local), x, channels), shard.group)
+
+
+def _expand_exponent(y: ExtendedFloat, x: ExtendedFloat, channels: int) -> ExtendedFloat:
+    """With an exponent for every unit, and for every position for which ``x`` has one: a rank may do with
+    fewer, and what is communicated has the same shape on all."""
+    if x.exponent is None or y.exponent is None:
+        return y
+    shape = [*x.exponent.shape]
+    shape[channels] = y.mantissa.shape[channels]
+    return ExtendedFloat(y.mantissa, y.exponent.expand(shape))
 
 
 def _narrow(x: ExtendedFloat, dim: int, start: int, length: int) -> ExtendedFloat:
@@ -167,17 +174,14 @@ def _narrow(x: ExtendedFloat, dim: int, start: int, length: int) -> ExtendedFloa
 
 def _add_over_ranks(arithmetic: Arithmetic, x: ExtendedFloat, group: dist.ProcessGroup) -> ExtendedFloat:
     """The sum (or the maximum) over ranks. A collective call."""
-    maximum = math.isinf(arithmetic.p)
-    mantissa, exponent = x.mantissa.contiguous(), x.exponent
-    if exponent is not None:
-        highest = exponent.clone()
+    mantissa, highest = x.mantissa, None
+    if x.exponent is not None:
+        highest = x.exponent.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        mantissa = arithmetic.shift(mantissa, (exponent - highest).clamp(min=DEAD // 2)).contiguous()
-        exponent = highest
-    elif mantissa is x.mantissa:
-        mantissa = mantissa.clone()
-    dist.all_reduce(mantissa, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
-    return arithmetic.normalise(ExtendedFloat(mantissa, exponent))
+        mantissa = arithmetic.shift(mantissa, (x.exponent - highest).clamp(min=DEAD // 2))
+    total = mantissa.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(arithmetic.p) else dist.ReduceOp.SUM, group=group)
+    return arithmetic.normalise(ExtendedFloat(total, highest))
 
 
 # Parameters
