@@ -37,10 +37,7 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     found = None
     if not is_capturing() and not is_transformed(weight):  # else values cannot be looked at
         found = _contract_in_one_frame(arithmetic, x, weight)
-    mantissa, exponent = found or _contract_by_unit(arithmetic, x, weight)
-    assert exponent is not None
-    # The same shape either way: ranks that hold different rows may differ in it.
-    return ExtendedFloat(mantissa, exponent.expand(*x.exponent.shape[:-1], weight.shape[0]))
+    return found or _contract_by_unit(arithmetic, x, weight)
 
 
 def _contract(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
