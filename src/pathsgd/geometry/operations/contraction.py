@@ -35,7 +35,7 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     if x.exponent is None:
         return ExtendedFloat(_contract(arithmetic, x.mantissa, weight))
     found = None
-    if not is_capturing() and not is_transformed(weight):  # else values cannot be looked at
+    if weight.numel() and not is_capturing() and not is_transformed(weight):  # else no value can be looked at
         found = _contract_in_one_frame(arithmetic, x, weight)
     return found or _contract_by_unit(arithmetic, x, weight)
 
