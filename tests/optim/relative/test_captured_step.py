@@ -139,12 +139,13 @@ def test_kernels_are_told_where_new_gradients_lie(monkeypatch):
     assert (found - expected).abs().max() <= 1e-6
 
 
-def test_hooks_are_run(monkeypatch):
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_hooks_are_run(monkeypatch, implementation):
     calls = []
 
     def hook(k, optimizer):
-        if k == 5:
+        if k == 2:
             optimizer.base.register_step_post_hook(lambda *_: calls.append(1))
 
-    train(monkeypatch, hook, captured=True)
-    assert len(calls) == 5
+    train(monkeypatch, hook, captured=True, count=4, implementation=implementation)
+    assert len(calls) == 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import foreach, is_capturing
+from pathsgd._torch import foreach, has_step_hooks, is_capturing
 from pathsgd.optim.relative.coordinates import NOISE, BlockSubset
 from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
@@ -37,6 +37,7 @@ def is_supported(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     groups = optimizer.param_groups
     return (
         type(optimizer) in (RelativeMuon, torch.optim.AdamW)
+        and not has_step_hooks(optimizer)
         and not any(group.get(name) for group in groups for name in ("amsgrad", "maximize", "differentiable"))
         and all(group.get(name) == groups[0].get(name) for group in groups for name in OPTIONS)
         and all(p.dtype == torch.float32 and _is_like(p.grad, p) for p in parameters)
