@@ -11,9 +11,12 @@ from torch import Tensor
 
 from pathsgd._torch import foreach
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
+from pathsgd.optim.relative.unit_scales import Rescaling
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
+Rescale = Callable[[], Rescaling | None]
+"""What units are rescaled by; asked after the base has made its state."""
 
 
 class RelativeView:
@@ -28,9 +31,11 @@ class RelativeView:
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
         grow: Grow,
+        rescale: Rescale,
     ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.measurement, self.coordinates, self.grow = measurement, coordinates, grow
+        self.rescale = rescale
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -98,7 +103,15 @@ class RelativeView:
             self._turn(moved)
         foreach("sub_", moved, self.u)
         foreach("mul_", moved, self.from_u)
-        return [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
+        found = [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
+        rescaling = self.rescale() if turn else None
+        if rescaling is not None:
+            ratios = self.measurement.find_ratios(rescaling, self.names)
+            found = [
+                w if ratio is None else (w * ratio).to(w.dtype)
+                for w, ratio in zip(found, ratios, strict=True)
+            ]
+        return found
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""

@@ -90,24 +90,25 @@ def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum
 
 
 @triton.jit
-def move_kernel(pieces, tiles, factors, sizes, partial, directions, rates):
-    """Moves weights along their direction; <u, u> before and after."""
+def move_kernel(pieces, tiles, factors, sizes, partial, rescaling, directions, rates):
+    """Moves weights along their direction and rescales them; <u, u> before and after."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
     place = i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
     direction = tl.load(directions + tl.load(piece + 12) + place, mask, 0.0).to(tl.float32)
     step = tl.load(rates + number) * direction
-    tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
+    rows, columns = _find_factors(piece, rescaling, i, c)
+    tl.store(_pointer(piece, 0) + at, (w - step * scale) * (rows[:, None] * columns[None, :]), mask)
     _store_sum(partial, 0, u, u)
     _store_sum(partial, 1, u - step, u - step)
 
 
 @triton.jit
 def adam_kernel(
-    pieces, tiles, factors, sizes, partial, rates, shrinks, keeps,
+    pieces, tiles, factors, sizes, partial, rescaling, rates, shrinks, keeps,
     first, rest_first, log_first, second, rest_second, log_second, eps,
 ):  # fmt: skip
-    """Adam's step; <h, u>, and <u, u> before and after."""
+    """Adam's step, and rescales; <h, u>, and <u, u> before and after."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     # In fp64, since 1 - beta^step cancels.
     count = tl.load(_pointer(piece, 4)).to(tl.float64)
@@ -123,7 +124,8 @@ def adam_kernel(
     # Where mask is false all of it is zero, and eps may be.
     step = tl.where(mask, rate * (average / (tl.sqrt_rn(square) / correction + eps)), 0.0)
     shrink = tl.load(shrinks + number)
-    tl.store(_pointer(piece, 0) + at, w * shrink - step * scale, mask)
+    rows, columns = _find_factors(piece, rescaling, i, c)
+    tl.store(_pointer(piece, 0) + at, (w * shrink - step * scale) * (rows[:, None] * columns[None, :]), mask)
     moved = u * shrink - step
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, u, u)

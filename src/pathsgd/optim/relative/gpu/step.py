@@ -30,6 +30,7 @@ from pathsgd.optim.relative.muon import (
     is_orthogonal,
     orthogonalize,
 )
+from pathsgd.optim.relative.unit_scales import Rescaling
 
 OPTIONS = ("momentum", "nesterov", "betas", "eps")
 """Those that cannot differ between groups here."""
@@ -94,6 +95,7 @@ class KernelStep:
         self.fields = layout.fields.clone()
         self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
         self.directions, self.batches, self.order = self._place_directions(orthogonal)
+        self.ones = torch.ones(len(layout.heads), device=self.device)
         self.pointed = self.fields.to(self.device)
         number = {name: k for k, name in enumerate(names)}
         self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
@@ -167,11 +169,12 @@ class KernelStep:
         average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
         return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
 
-    def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
-        """One step."""
+    def run(self, at: UnitCoordinates, option: Option, grow: Grow, rescaling: Rescaling | None) -> None:
+        """One step, after which units are rescaled."""
+        ratios = self.ones if rescaling is None else self.measurement.spread(*rescaling).float()
         lr = self._by_block(option(self.all, "lr") * self.ratios)
-        moved = self._move_matrices(at, lr)
-        other = self._step_adam(at, lr, option, moved[:, 1])
+        moved = self._move_matrices(at, lr, ratios)
+        other = self._step_adam(at, lr, option, moved[:, 1], ratios)
         if len(self.turning_index):
             along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
                 1
@@ -183,7 +186,7 @@ class KernelStep:
             tiles = self.turning_tiles
             scale_kernel[tiles.grid](self.pointed, tiles.tiles, full, num_warps=WARPS)
 
-    def _move_matrices(self, at: UnitCoordinates, lr: Tensor) -> Tensor:
+    def _move_matrices(self, at: UnitCoordinates, lr: Tensor, ratios: Tensor) -> Tensor:
         """Muon's step: the sums <h, u>, <h, h>, and <u, u> before and after, by block."""
         if not self.batches:
             return torch.zeros(len(lr), 4, dtype=torch.float64, device=self.device)
@@ -196,10 +199,12 @@ class KernelStep:
             norm = torch.linalg.vector_norm(batch, dim=(1, 2), dtype=torch.float32)
             norms.append(torch.where(norm > 0, norm, 1) / math.sqrt(batch[0].numel()))
         rates = lr.index_copy(0, self.order, lr[self.order] / torch.cat(norms))
-        moved = self._launch(move_kernel, tiles, 2, at, self.directions, rates)
+        moved = self._launch(move_kernel, tiles, 2, at, ratios, self.directions, rates)
         return torch.cat([momentum[:, :2], moved[:, :2]], 1)
 
-    def _step_adam(self, at: UnitCoordinates, lr: Tensor, option: Option, squares: Tensor) -> Tensor:
+    def _step_adam(
+        self, at: UnitCoordinates, lr: Tensor, option: Option, squares: Tensor, ratios: Tensor
+    ) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
         if not len(self.other_tiles.numbers):
             return torch.zeros(len(lr), SUMS.value, dtype=torch.float64, device=self.device)
@@ -214,7 +219,9 @@ class KernelStep:
             shrinks = 1 - lr * self._by_block(option(self.all, "weight_decay") * torch.ones_like(self.ratios))
         group = self.optimizer.param_groups[0]
         averages = [x for beta in group["betas"] for x in (beta, 1 - beta, math.log(max(beta, 1e-300)))]
-        return self._launch(adam_kernel, self.other_tiles, 3, at, lr, shrinks, keeps, *averages, group["eps"])
+        return self._launch(
+            adam_kernel, self.other_tiles, 3, at, ratios, lr, shrinks, keeps, *averages, group["eps"]
+        )
 
     def _launch(self, kernel: Any, tiles: Tiles, count: int, at: UnitCoordinates, *arguments: Any) -> Tensor:
         """The sums that a kernel finds, by block."""
