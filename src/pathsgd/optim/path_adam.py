@@ -17,8 +17,9 @@ class PathAdam(PathNormalized):
     """:class:`torch.optim.AdamW` with relative steps: one learning rate for every network, whatever the
     scaling of its units.
 
-    Every matrix and kernel turns by an angle of about ``lr``, in coordinates that a rescaling of units does
-    not change, see :class:`pathsgd.PathNormalized`. For Adam on ``h`` with absolute steps take
+    Every matrix and kernel turns in Adam's direction, in coordinates that a rescaling of units does not
+    change, see :class:`pathsgd.PathNormalized`. How far is measured by spectral norms: that of the step is
+    ``lr`` times that of a random matrix of the same size and norm. For Adam on ``h`` with absolute steps take
     ``PathNormalized(torch.optim.Adam, model, example_input)``.
 
     Args:
@@ -43,6 +44,8 @@ class PathAdam(PathNormalized):
         >>> model(torch.ones(4, 2)).sum().backward()
         >>> optimizer.step()
     """
+
+    _spectral = True
 
     def __init__(
         self,

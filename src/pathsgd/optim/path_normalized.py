@@ -24,6 +24,7 @@ from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
 from pathsgd.optim.relative.coordinates import Coordinates
 from pathsgd.optim.relative.growth import KEY as GROWTH
+from pathsgd.optim.relative.spectral import KEY as SPECTRAL
 from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
@@ -84,6 +85,8 @@ class PathNormalized(PathOptimizer):
     """
 
     base: Optimizer
+    _spectral = False
+    """Whether relative steps of matrices are measured by their spectral norm."""
 
     def __init__(
         self,
@@ -128,7 +131,9 @@ class PathNormalized(PathOptimizer):
                 grouped = bool(params) and isinstance(params[0], dict)
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         self.relative = relative
-        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
+        self._relative = RelativeSteps(
+            self.gamma_cache, p, coordinates, growth, implementation, self._spectral
+        )
         base = optimizer_class(params, **options)
         self.gamma_cache.check_known(base.param_groups)
         for group in base.param_groups:
@@ -195,7 +200,7 @@ class PathNormalized(PathOptimizer):
         if self.fallback is not None:
             self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
-        self._restore_precision(state_dict, (GROWTH,))
+        self._restore_precision(state_dict, (GROWTH, SPECTRAL))
         for hook in after:
             hook(self)
 

@@ -63,6 +63,12 @@ class Block:
             return 1
         return math.prod(self.shape) // max(1, self.shape[self.axis]) * self.length
 
+    @property
+    def random_norm(self) -> float:
+        """About the spectral norm of a random matrix of its size, with entries of variance 1."""
+        rows = self.length if self.axis == 0 else self.shape[0]
+        return math.sqrt(rows) + math.sqrt(self.numel / max(1, rows))
+
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""

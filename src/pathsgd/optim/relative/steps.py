@@ -16,6 +16,7 @@ from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
 from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
 from pathsgd.optim.relative.growth import find_growth
+from pathsgd.optim.relative.spectral import find_spectral_norms
 from pathsgd.optim.relative.view import RelativeView
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class RelativeSteps:
         coordinates: invariant ones, or the weights themselves.
         growth: the rate at which norms grow, in units of lr.
         implementation: "reference" in ordinary operations, "triton" by kernels.
+        spectral: whether steps of matrices are measured by their spectral norm.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RelativeSteps:
         coordinates: Coordinates,
         growth: float,
         implementation: Choice = "auto",
+        spectral: bool = False,
     ) -> None:
         if coordinates not in ("paths", "weights"):
             raise ValueError(f"Invalid coordinates: {coordinates!r} (one of 'paths', 'weights')")
@@ -52,7 +55,7 @@ class RelativeSteps:
             raise ValueError(f"Invalid growth value: {growth}")
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
-        self.implementation = implementation
+        self.implementation, self.spectral = implementation, spectral
         self._captured: CapturedStep | None = None
         self._layout: list[tuple[str, tuple[int, ...], torch.device]] | None = None
         self._units: UnitMeasurement | None = None
@@ -108,8 +111,15 @@ class RelativeSteps:
         def grow(subset: BlockSubset, along: Tensor) -> Tensor:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
 
+        def rescale(
+            subset: BlockSubset, before: list[Tensor], after: list[Tensor]
+        ) -> list[float] | list[Tensor]:
+            if not self.spectral:
+                return subset.ratios
+            return self._measure_steps(optimizer, groups, moved, subset, before, after)
+
         def run() -> Any:
-            view = RelativeView(moved, measurement, coordinates, grow)
+            view = RelativeView(moved, measurement, coordinates, grow, rescale)
             with view.entered():
                 return base_step(None if closure is None else view.wrap(closure))
 
@@ -123,7 +133,7 @@ class RelativeSteps:
         """The step by Triton kernels, if they can do it."""
         device = next(iter(moved.values())).device
         chosen = self.implementation == "triton" or (self.implementation == "auto" and device.type == "cuda")
-        if not chosen or not has_triton() or is_compiling():
+        if not chosen or self.spectral or not has_triton() or is_compiling():
             return None
         from pathsgd.optim.relative.gpu.layout import NotAMatrix
         from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
@@ -191,6 +201,20 @@ class RelativeSteps:
         speed = torch.where(catch_up > 1, catch_up, subset.shares)
         factor = torch.exp(option("lr") * self.growth * speed * direction)
         return factor * (1 - option("lr") * option("weight_decay"))
+
+    def _measure_steps(
+        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+        before: list[Tensor], after: list[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        """The parts of steps whose spectral norms are lr times those of random matrices of their size."""
+        lr = per_block(subset, groups, "lr", subset.spectral)
+        # Without the decoupled decay, which turns nothing.
+        kept = 1 - lr * per_block(subset, groups, "weight_decay", subset.spectral) * torch.ones_like(subset.spectral)
+        kept = kept.to(before[0].dtype).unbind()
+        steps = [(new - u * part).flatten(1) for u, new, part in zip(before, after, kept, strict=True)]
+        norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
+        parts = torch.where(norms > 0, lr * subset.spectral / torch.where(norms > 0, norms, 1), 1)
+        return list(parts.to(before[0].dtype).unbind())
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("_measurement", "_captured", "_units", "_kernels", "_layout")

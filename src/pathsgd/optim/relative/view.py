@@ -14,6 +14,8 @@ from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates,
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
+Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], list[float] | list[Tensor]]
+"""From u of each of these blocks before and after the base's step to the part of the step it takes."""
 
 
 class RelativeView:
@@ -28,9 +30,11 @@ class RelativeView:
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
         grow: Grow,
+        rescale: Rescale,
     ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self.measurement, self.coordinates, self.grow = measurement, coordinates, grow
+        self.measurement, self.coordinates = measurement, coordinates
+        self.grow, self.rescale = grow, rescale
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -115,7 +119,9 @@ class RelativeView:
             return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        self._shorten(subset.ratios, before, blocks)
+        for part, u, block in zip(self.rescale(subset, before, blocks), before, blocks, strict=True):
+            if isinstance(part, Tensor) or part != 1:
+                block.sub_(u).mul_(part).add_(u)
         products = foreach("mul", blocks_of([p.grad for p in self.parameters]), before)
         growth = self.grow(subset, torch.stack([product.sum(dtype=torch.float64) for product in products]))
         old, new = _norms(before), _norms(blocks)
@@ -123,13 +129,6 @@ class RelativeView:
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
-
-    @staticmethod
-    def _shorten(ratios: list[float], before: list[Tensor], moved: list[Tensor]) -> None:
-        """Takes this part of the step of every block."""
-        for ratio, u, block in zip(ratios, before, moved, strict=True):
-            if ratio < 1:
-                block.lerp_(u, 1 - ratio)
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
