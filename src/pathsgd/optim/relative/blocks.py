@@ -64,10 +64,10 @@ class Block:
         return math.prod(self.shape) // max(1, self.shape[self.axis]) * self.length
 
     @property
-    def random_norm(self) -> float:
-        """About the spectral norm of a random matrix of its size, with entries of variance 1."""
-        rows = self.length if self.axis == 0 else self.shape[0]
-        return math.sqrt(rows) + math.sqrt(self.numel / max(1, rows))
+    def orthogonal_norm(self) -> float:
+        """The spectral norm of an orthogonal matrix of its size whose entries have root mean square 1."""
+        rows = self.length if self.axis == 0 or not self.shape else self.shape[0]
+        return math.sqrt(max(rows, self.numel / max(1, rows)))
 
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:

@@ -60,7 +60,7 @@ class BlockSubset:
     shares: Tensor
     """Which part of a region's growth each takes."""
     spectral: Tensor
-    """The spectral norms of this part of random matrices of their sizes."""
+    """The spectral norm of this part of an orthogonal matrix, of root mean square 1, of the size of each."""
 
     def of(self, values: Tensor) -> Tensor:
         """Theirs, of the values of all blocks."""
@@ -96,7 +96,7 @@ class RelativeMeasurement:
             blocks = [self.blocks[k] for k in index]
             ratios = [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks]
             shares = [1 / block.share for block in blocks]
-            spectral = [ratio * block.random_norm for ratio, block in zip(ratios, blocks, strict=True)]
+            spectral = [ratio * block.orthogonal_norm for ratio, block in zip(ratios, blocks, strict=True)]
             self._subsets[key] = BlockSubset(
                 tuple(names),
                 blocks,

@@ -206,10 +206,12 @@ class RelativeSteps:
         self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
         before: list[Tensor], after: list[Tensor],
     ) -> list[Tensor]:  # fmt: skip
-        """The parts of steps whose spectral norms are lr times those of random matrices of their size."""
+        """The parts of steps that have lr times the spectral norms of orthogonal matrices, as Muon's have."""
         lr = per_block(subset, groups, "lr", subset.spectral)
         # Without the decoupled decay, which turns nothing.
-        kept = 1 - lr * per_block(subset, groups, "weight_decay", subset.spectral) * torch.ones_like(subset.spectral)
+        kept = 1 - lr * per_block(subset, groups, "weight_decay", subset.spectral) * torch.ones_like(
+            subset.spectral
+        )
         kept = kept.to(before[0].dtype).unbind()
         steps = [(new - u * part).flatten(1) for u, new, part in zip(before, after, kept, strict=True)]
         norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
