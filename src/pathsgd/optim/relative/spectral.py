@@ -32,7 +32,7 @@ def find_spectral_norms(
         matrices: the steps of the blocks of these parameters.
     """
     left = iter(matrices)
-    norms = []
+    norms: list[Tensor] = []
     for parameter, count in zip(parameters, counts, strict=True):
         norms += _iterate(optimizer.state[parameter], [next(left) for _ in range(count)])
     return torch.stack(norms)

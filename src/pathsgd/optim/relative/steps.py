@@ -113,7 +113,7 @@ class RelativeSteps:
 
         def rescale(
             subset: BlockSubset, before: list[Tensor], after: list[Tensor]
-        ) -> list[float] | list[Tensor]:
+        ) -> Sequence[float | Tensor]:
             if not self.spectral:
                 return subset.ratios
             return self._measure_steps(optimizer, groups, moved, subset, before, after)
@@ -212,8 +212,10 @@ class RelativeSteps:
         kept = 1 - lr * per_block(subset, groups, "weight_decay", subset.spectral) * torch.ones_like(
             subset.spectral
         )
-        kept = kept.to(before[0].dtype).unbind()
-        steps = [(new - u * part).flatten(1) for u, new, part in zip(before, after, kept, strict=True)]
+        steps = [
+            (new - u * part).flatten(1)
+            for u, new, part in zip(before, after, kept.to(before[0].dtype).unbind(), strict=True)
+        ]
         norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
         parts = torch.where(norms > 0, lr * subset.spectral / torch.where(norms > 0, norms, 1), 1)
         return list(parts.to(before[0].dtype).unbind())

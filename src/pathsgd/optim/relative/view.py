@@ -14,7 +14,7 @@ from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates,
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
-Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], list[float] | list[Tensor]]
+Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], Sequence[float | Tensor]]
 """From u of each of these blocks before and after the base's step to the part of the step it takes."""
 
 
