@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -18,10 +19,14 @@ from pathlib import Path
 import torch
 from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
+from transfer.networks import TransformerBlock
 
 import pathsgd
 from pathsgd.console.networks import ResNet
+from pathsgd.geometry.gamma import measure as measure_network
 from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.geometry.passes import powered_network
+from pathsgd.geometry.range_check import RangeCheck
 
 
 @dataclass
@@ -34,7 +39,13 @@ class Row:
     gamma_ms: float
     ratio: float
     target: float
+    every_place_ms: float
+    """gamma with places whose paths are equal computed one by one."""
     gamma_with_exponents_ms: float
+    forward_ms: float
+    """The network's own forward pass at batch one."""
+    path_norm_ms: float | None
+    """None if the network is not one region."""
     parameters_mb: float
     activations_mb: float
     gamma_peak_mb: float
@@ -45,6 +56,26 @@ def paper_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, 4000), nn.ReLU(), nn.Linear(4000, 4000), nn.ReLU(), nn.Linear(4000, 10)
     )  # fmt: skip
+
+
+class Gpt(nn.Module):
+    """The layers of GPT-2 with 124M parameters, ReLU in place of GELU."""
+
+    def __init__(self, tokens: int = 50257, width: int = 768, heads: int = 12, blocks: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(1024, width)
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, heads, nn.ReLU, causal=True, bias=True) for _ in range(blocks))
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + places)))
 
 
 def measure(
@@ -63,11 +94,30 @@ def measure(
     def gamma() -> None:
         measure_gammas(graph, tensors, 2)
 
+    @torch.no_grad()
+    def every_place() -> None:
+        network = powered_network(graph, tensors, 2, folded=False)
+        check = RangeCheck(network)
+        measure_network(network, check)
+        check.passed()
+
     def with_exponents() -> None:
         measure_gammas(graph, tensors, 2, exponents=True)
 
+    @torch.no_grad()
+    def forward() -> None:
+        model(one)
+
+    @torch.no_grad()
+    def path_norm() -> None:
+        pathsgd.path_norm(model, graph)
+
     model.eval()
     one = x[:1]
+    one_region = len(graph.parameter_regions()) == 1
+    norms = [
+        (timed(forward, device), timed(path_norm, device) if one_region else 0.0) for _ in range(repeats + 2)
+    ][2:]
     times = [(timed(forward_backward, device), timed(gamma, device)) for _ in range(repeats + 2)][2:]
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return Row(
@@ -77,7 +127,10 @@ def measure(
         gamma_ms=1e3 * statistics.median(b for _, b in times),
         ratio=statistics.median(b for _, b in times) / statistics.median(a for a, _ in times),
         target=target,
+        every_place_ms=1e3 * statistics.median(timed(every_place, device) for _ in range(3)),
         gamma_with_exponents_ms=1e3 * statistics.median(timed(with_exponents, device) for _ in range(3)),
+        forward_ms=1e3 * statistics.median(a for a, _ in norms),
+        path_norm_ms=1e3 * statistics.median(b for _, b in norms) if one_region else None,
         parameters_mb=parameters / 1e6,
         activations_mb=kept_bytes(lambda: model(one)) / 1e6,
         gamma_peak_mb=peak_bytes(gamma) / 1e6,
@@ -113,22 +166,27 @@ def main() -> None:
     torch.manual_seed(0)
     jobs = [
         ("ResNet-18 shape, 224x224", ResNet(), torch.randn(1, 3, 224, 224), 2.5),
+        ("GPT-2 124M shape, 128 tokens", Gpt(), torch.zeros(1, 128, dtype=torch.int64), 1.0),
         ("784-4000-4000-10", paper_mlp(), torch.randn(100, 784), 0.3),
     ]
     rows = [measure(*job, options.repeats, options.device) for job in jobs]
     print(f"torch {torch.__version__}, {machine(options.device)}")
-    print(f"{'network':26}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
-          f"{'exponents ms':>14}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
+    print(f"{'network':30}{'batch':>6}{'fwd+bwd ms':>12}{'gamma ms':>10}{'ratio':>7}{'target':>8}"
+          f"{'every place ms':>16}{'exponents ms':>14}{'forward ms':>12}{'path norm ms':>14}"
+          f"{'trace s':>9}{'peak MB':>9}{'bound MB':>10}")  # fmt: skip
     for row in rows:
         bound = row.parameters_mb + row.activations_mb
-        print(f"{row.network:26}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
-              f"{row.ratio:7.2f}{row.target:8.2f}{row.gamma_with_exponents_ms:14.1f}"
+        norm = "" if row.path_norm_ms is None else f"{row.path_norm_ms:.1f}"
+        print(f"{row.network:30}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
+              f"{row.ratio:7.2f}{row.target:8.2f}{row.every_place_ms:16.1f}{row.gamma_with_exponents_ms:14.1f}"
+              f"{row.forward_ms:12.1f}{norm:>14}{row.trace_s:9.2f}"
               f"{row.gamma_peak_mb:9.1f}{bound:10.1f}")  # fmt: skip
     print("bound: the parameters once plus one example's activations")
     if options.out:
         found = {
             "machine": machine(options.device),
             "torch": torch.__version__,
+            "load": os.getloadavg()[0],
             "rows": [asdict(row) for row in rows],
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -191,6 +191,8 @@ def train(task: str, make: Make, rescaled: bool) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     tasks = sys.argv[1:] or list(TASKS)
+    if unknown := set(tasks) - set(TASKS):
+        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(map(repr, TASKS))}")
     lines = [
         f"Validation loss after {STEPS} steps, one seed, one thread of a CPU, torch {torch.__version__}.",
         "start\ttask\tmethod\tlr\tloss",

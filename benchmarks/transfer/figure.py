@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     cells = {k: c for k, c in cells_of(records).items() if k[2] == "balanced" and k[3] == epochs}
     methods = [m for m in LABELS.values() if any(_is_curve(c) for k, c in cells.items() if k[1] == m)]
@@ -38,7 +40,7 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
     figure, axes = plt.subplots(
         lines,
         columns,
-        figsize=(3.4 * columns + 2.6, 3 * lines),
+        figsize=(3.2 * columns, 2.8 * lines + 1.5),
         sharey=True,
         squeeze=False,
         layout="constrained",
@@ -49,10 +51,16 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
         axis.set_visible(False)
     for axis, method in zip(axes.flat, methods, strict=False):
         shown |= _draw_panel(axis, cells, method, colours)
+    widest = max(math.log(axis.get_xlim()[1] / axis.get_xlim()[0]) for axis in axes.flat[: len(methods)])
+    for axis in axes.flat[: len(methods)]:  # the same length is the same factor in every panel
+        low, high = axis.get_xlim()
+        middle, factor = math.sqrt(low * high), math.exp(widest / 2)
+        axis.set_xlim(middle / factor, middle * factor)
+        axis.xaxis.set_minor_formatter(NullFormatter())
     for row in axes:
         row[0].set_ylabel("validation, of the network's best")
     handles = [shown[n] for n in NETWORKS if n in shown]
-    figure.legend(handles, [h.get_label() for h in handles], loc="outside right center", fontsize=8)
+    figure.legend(handles, [h.get_label() for h in handles], loc="outside lower center", fontsize=8, ncols=5)
     into.mkdir(parents=True, exist_ok=True)
     path = into / "rates.png"
     figure.savefig(path, dpi=150)

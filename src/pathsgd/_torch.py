@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
@@ -48,6 +49,12 @@ def is_capturing() -> bool:
     return is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func is at work on a tensor, so that its values may not be there to look
+    at and it cannot be written to plain memory."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether vmap is at work on a tensor, at any level of nested torch.func transforms."""
     functorch = torch._C._functorch
@@ -69,9 +76,33 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
+def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its children, its parameters and its buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
 def operator_schema(target: object) -> Any:
     """The schema of an ATen operator in an exported program; None for anything else."""
     return getattr(target, "_schema", None)
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass this is; a module does not know what wraps it."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether this is inside ``Join``, where ranks may come to their end at different times."""
+    return ddp._join_config.enable
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
+    with FakeTensorMode():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import pathsgd
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat
 from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.geometry.operations.contraction import (
+    _contract_by_unit,
+    _contract_in_one_frame,
+    add_outer_products,
+    contract,
+)
 from pathsgd.geometry.passes import powered_network
 from support.networks import SmallResNet, build, dense_gammas
 
@@ -42,8 +50,8 @@ def log_phi_reference(model, orders):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("width", "orders"), [(512, (2,)), (128, (1, 8))])
-def test_a_thousand_layers_before_and_after_rescaling(width, orders):
+def test_a_thousand_layers_before_and_after_rescaling():
+    width, orders = 64, (1, 2, 8)
     model = chain(DEPTH, width)
     graph = pathsgd.trace(model)
     expected = log_phi_reference(model, orders)
@@ -64,13 +72,14 @@ def test_a_thousand_layers_before_and_after_rescaling(width, orders):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("p", [1, 1.5, 2, 8])
-def test_depth_with_biases(p):
+def test_depth_with_biases():
+    orders = (1, 1.5, 2, 8)
     model = chain(300, 32, bias=True)
     graph = pathsgd.trace(model)
-    expected = log_phi_reference(model, [p])[p]
-    assert pathsgd.path_norm(model, graph, p, log=True).item() == pytest.approx(expected, rel=1e-6)
-    assert_alive(measure_gammas(graph, graph.tensors(model), p))
+    expected = log_phi_reference(model, orders)
+    for p in orders:
+        assert pathsgd.path_norm(model, graph, p, log=True).item() == pytest.approx(expected[p], rel=1e-6)
+        assert_alive(measure_gammas(graph, graph.tensors(model), p))
 
 
 def assert_alive(found):
@@ -89,7 +98,7 @@ def test_plain_floats_fail_there():
     for p in (1, 8):
         flow = powered_network(graph, graph.tensors(model), p)
         with torch.no_grad():
-            *_, (_, value) = flow.forward()
+            *_, (_, value) = flow.forward(flow.graph.ends)
         last = value.mantissa
         assert not torch.isfinite(last).all() or not last.all()
 
@@ -251,3 +260,85 @@ def test_a_small_bias_that_is_all_a_unit_has_is_not_lost(p, bias):
     found = measure_gammas(graph, graph.tensors(model), p)
     gamma = found["2.weight"].log2()[0, 1]
     assert gamma.item() == pytest.approx(2 * math.log2(bias), rel=1e-6)
+
+
+class Padded(nn.Module):
+    """A language model whose table is also its last layer; the row of the padding is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=1)
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        x = x + self.down(self.up(x).relu())
+        return nn.functional.linear(self.norm(x), self.table.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1e-12, 1e-15, 0])
+def test_small_numbers_that_nothing_depends_on_need_no_exponents(size):
+    """As after the first steps from zero: the row of the padding, and a last layer before a residual sum.
+    What leads into that layer does depend on it, so there is an end to it."""
+    model = Padded()
+    graph = pathsgd.trace(model, torch.zeros(1, 3, dtype=torch.int64))
+    for parameter in (model.table.weight[1], model.down.weight, model.down.bias):
+        parameter.copy_(size * torch.randn(parameter.shape))
+    found = measure_gammas(graph, graph.tensors(model))
+    exact = measure_gammas(graph, graph.tensors(model), exponents=True)
+    assert found.exponents == (size == 1e-15)
+    for name in found:
+        torch.testing.assert_close(found[name].log2(), exact[name].log2(), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+def test_one_exponent_for_a_layer_gives_the_bits_of_one_for_each_unit(p):
+    """And where it does not do, those of each unit are taken."""
+    arithmetic = Arithmetic(p, torch.float32, exponents=True)
+    weight, mantissa = torch.randn(6, 5), torch.rand(1, 5) + 1
+    weight[2] = 0
+    for spread, small in ((3, 0), (3, -100), (80, 0)):
+        exponent = torch.tensor([[0, spread, -spread, 1, DEAD]], dtype=torch.int32)
+        x = ExtendedFloat(torch.where(exponent == DEAD, 0, mantissa), exponent)
+        scaled = weight * torch.tensor([1, 1, 1, 1, 1, 2.0**small])[:, None]
+        one, each = _contract_in_one_frame(arithmetic, x, scaled), _contract_by_unit(arithmetic, x, scaled)
+        assert (one is None) == (small < 0)
+        found = contract(arithmetic, x, scaled)
+        assert torch.equal(found.exponent, each.exponent)
+        assert torch.equal(found.mantissa, each.mantissa)
+
+
+@torch.no_grad()
+def test_uses_of_one_matrix_that_are_far_apart():
+    """1 is 2^-600 times 2^600, twice; and beside it 2^-1200 is nothing."""
+    arithmetic = Arithmetic(2, torch.float32, exponents=True)
+    low, high = (ExtendedFloat(torch.ones(3), torch.tensor([n], dtype=torch.int32)) for n in (-300, 300))
+    for uses, expected in (([(low, high), (high, low)], 2.0), ([(low, low), (low, high)], 1.0)):
+        found = add_outer_products(arithmetic, uses)
+        assert torch.equal(arithmetic.shift(found.mantissa, found.exponent), torch.full((3, 3), expected))
+
+
+def test_exponents_are_announced_once(caplog):
+    model = chain(200, 8)
+    graph = pathsgd.trace(model)
+    for _ in range(2):
+        assert pathsgd.gammas(model, graph).exponents
+    (message,) = caplog.messages
+    assert "the path weights of Sequential" in message
+
+
+def test_what_is_computed_in_inference_mode_is_no_obstacle_afterwards():
+    """The memory that powers are computed in is kept: in a new thread, it is made in inference mode."""
+    model = chain(2, 4)
+    graph = pathsgd.trace(model)
+
+    def both():
+        with torch.inference_mode():
+            first = dense_gammas(model, graph)
+        second = dense_gammas(model, graph)
+        return all(torch.equal(first[name], second[name]) for name in first)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(both).result()

@@ -385,3 +385,58 @@ def test_only_the_shape_of_an_ignored_argument_matters():
     graph = pathsgd.trace(Model(), torch.ones(1, 2))
     assert graph.boundaries == ()
     assert normalised(graph) == set(graph.parameters)
+
+
+def read_twice_what_is_written(y):
+    z = y.mul_(2)
+    return z + y
+
+
+def write_through_a_view(y):
+    y.view(-1).mul_(2)
+    return y
+
+
+def write_what_was_read_before(y):
+    z = y * 3
+    y.mul_(2)
+    return z + y
+
+
+def write_new_values(y):
+    return (y + y).mul_(2).relu_().add_(y)
+
+
+def make_a_tensor_of_a_number(y):
+    return y * torch.tensor(2.0)
+
+
+WRITES = {
+    read_twice_what_is_written: (lambda y: 2 * y + 2 * y, False),
+    write_through_a_view: (lambda y: 2 * y, True),
+    write_what_was_read_before: (lambda y: 3 * y + 2 * y, True),
+    make_a_tensor_of_a_number: (lambda y: 2 * y, False),
+    write_new_values: (lambda y: 2 * (y + y).relu() + y, False),
+}
+
+
+@pytest.mark.parametrize("written", WRITES)
+def test_what_is_written_in_place_is_what_it_says(written, monkeypatch):
+    """And only where a value is read elsewhere is the program made functional, which takes a long time."""
+    functional, needed = WRITES[written]
+    made = []
+    original = torch.export.ExportedProgram.run_decompositions
+    monkeypatch.setattr(
+        torch.export.ExportedProgram,
+        "run_decompositions",
+        lambda self, *args: made.append(self) or original(self, *args),
+    )
+    model, other = Apply(written), Apply(functional)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(1, 4)
+    assert torch.allclose(model(x), other(x))
+    found = pathsgd.gammas(model, x)
+    assert bool(made) == needed
+    expected = pathsgd.gammas(other, x)
+    for name in expected:
+        assert torch.allclose(found[name].dense(), expected[name].dense())

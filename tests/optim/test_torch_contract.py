@@ -251,6 +251,21 @@ def test_a_compiled_step_is_one_graph_under_a_schedule(implementation):
         assert torch.equal(a, b) if implementation == "reference" else torch.allclose(a, b, rtol=1e-5)
 
 
+def test_compiling_a_relative_step_leaves_it_as_it_is():
+    """It runs kernels of its own on a GPU, and is no slower for being called by compiled code."""
+    model, x = build(Mlp, torch.float32)
+    other = copy.deepcopy(model)
+    counter = CompileCounter()
+    optimizers = PathMuon(model, x), PathMuon(other, x)
+    steps = torch.compile(optimizers[0].step, backend=counter), optimizers[1].step
+    for m, step in zip((model, other), steps, strict=True):
+        for _ in range(3):
+            backward(m, x)
+            step()
+    assert counter.op_count == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 @every
 def test_sparse_gradients_are_refused(make):
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))

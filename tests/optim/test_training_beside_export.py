@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "PathAdam": PathAdam,
     "PathMuon": PathMuon,
 }
-STEPS = 100
+STEPS = 50
 
 
 def train(model, make, graph=None):

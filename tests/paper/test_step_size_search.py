@@ -34,12 +34,13 @@ def test_the_winner_has_the_lowest_error_and_of_equals_the_fewest_epochs():
     assert choose_winner([fast, equal]) is choose_winner([equal, fast]) is equal
 
 
-def test_stopped_runs_are_carried_on_only_if_nothing_learned():
+def test_stopped_runs_are_resumed_unless_one_is_clearly_ahead():
     stopped, learned = recorded(1e-9, "stopped", (0.9,)), recorded(0.1)
     hopeless, diverged = recorded(1e-3, errors=(0.9, 0.88, 0.85)), recorded(1.0, "diverged", (None,))
     assert find_resumable([stopped, learned], classes=10) == []
     assert find_resumable([stopped, hopeless], classes=10) == [stopped]
-    assert find_resumable([stopped, recorded(1e-3, errors=(0.7, 0.6, 0.5))], classes=10) == [stopped]
+    assert find_resumable([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.73))], classes=10) == [stopped]
+    assert find_resumable([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.71))], classes=10) == []
     assert find_resumable([stopped, diverged], classes=10) == [stopped]
 
 

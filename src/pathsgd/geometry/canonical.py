@@ -116,34 +116,40 @@ def _pad(lists: list[list[int]], empty: int) -> Tensor:
 
 def measure_unit_factors(network: PoweredNetwork, check: RangeCheck | None) -> UnitFactors:
     """Both passes, and the factors from what arrives at the units and what leaves them."""
-    places = places_of(network.graph, network.device)
-    gamma_in = run_forward(network, check)
-    arriving = {k: gamma_in[k] for k in places.read}
+    places = places_of(network.traced, network.device)
+    number = {network.folded.place[k]: k for k in places.read}
+    gamma_in = run_forward(network, check, number)
+    arriving = {k: gamma_in[place] for place, k in number.items()}
     leaving: Values = {}
-    for k, value in network.backward(gamma_in):
-        if k in places.read:
-            leaving[k] = value
+    for place, value in network.backward(gamma_in):
+        if place in number:
+            leaving[number[place]] = value
         if check is not None:
-            check.see(k, value, forward=False)
-    a_in = _collect(network, places, arriving)
-    a_out = _collect(network, places, leaving)
+            check.see(place, value, forward=False)
+    a_in = _collect(network, places, arriving, forward=True)
+    a_out = _collect(network, places, leaving, forward=False)
     return _factors(network.arithmetic, places, a_in, a_out)
 
 
-def _collect(network: PoweredNetwork, places: Places, values: Mapping[int, ExtendedFloat]) -> ExtendedFloat:
+def _collect(
+    network: PoweredNetwork, places: Places, values: Mapping[int, ExtendedFloat], forward: bool
+) -> ExtendedFloat:
     """The l_p mean over all places of every class, as ``mantissa * 2^exponent``."""
     arithmetic, maximum = network.arithmetic, math.isinf(network.arithmetic.p)
     empty = torch.zeros(1, dtype=arithmetic.dtype, device=network.device)
     dead = torch.full_like(empty, DEAD, dtype=torch.int32)
     mantissas, exponents = [], []
     for k, units in places.read.items():
-        shape, size = network.graph.nodes[k].shape, math.prod(units)
+        size = math.prod(units)
         if k not in values:
             mantissas.append(empty.expand(size))
             exponents.append(dead.expand(size))
             continue
-        value = arithmetic.reduce(values[k], [d for d, n in enumerate(units) if n < shape[d]])
-        repeated = 1 if maximum else math.prod(shape) // size
+        found = tuple(values[k].mantissa.shape)
+        value = arithmetic.reduce(values[k], [d for d, n in enumerate(units) if n < found[d]])
+        # Equal places are one: what arrives at them is the same, what leaves them is added up already.
+        summed = found if forward else network.traced.nodes[k].shape
+        repeated = 1 if maximum else math.prod(summed) // size
         mantissas.append((value.mantissa / repeated).flatten())
         if value.exponent is not None:
             exponents.append(value.exponent.expand(units).flatten())

@@ -14,6 +14,7 @@ from pathsgd._torch import foreach, is_compiling
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.views import view_tensor
 
 Tensors = Mapping[str, Tensor]
@@ -36,9 +37,9 @@ def signed_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype) -> Tens
 class EdgeWeights:
     """The edge weights of a graph by node. Both passes and gamma ask for them, so each is computed once.
 
-    In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; on a GPU all of them are
-    computed in a few launches. Powers of linear layers are computed block by block and never stored, see
-    :mod:`pathsgd.geometry.operations.contraction`.
+    In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; all of them are computed
+    together, on a GPU in a few launches. Powers of linear layers are computed block by block and never
+    stored, see :mod:`pathsgd.geometry.operations.contraction`.
     """
 
     def __init__(self, graph: PathGraph, tensors: Tensors, arithmetic: Arithmetic) -> None:
@@ -51,8 +52,7 @@ class EdgeWeights:
             self._powered = frozenset(
                 k for k in self._weights if not isinstance(graph.nodes[k].operation, Linear)
             )
-        if self._powered and next(iter(tensors.values())).is_cuda:
-            self._compute_powers(sorted(self._powered))
+        self._of_powers = replace(arithmetic, as_given=True)
 
     def signed(self, k: int) -> Tensor:
         """The weights of node k's edges."""
@@ -67,7 +67,7 @@ class EdgeWeights:
         if k not in self._powered:
             return self.arithmetic, self.signed(k)
         powers, _ = self._powers_of(k)
-        return replace(self.arithmetic, as_given=True), powers.expand(self._weights[k].shape)
+        return self._of_powers, powers.expand(self._weights[k].shape)
 
     def factor_power(self, k: int) -> ExtendedFloat | None:
         """``|.|^p`` of what multiplies the parameter of node k's edges, or None if nothing does."""
@@ -82,8 +82,8 @@ class EdgeWeights:
         return ExtendedFloat(power.expand(weight.shape))
 
     def _powers_of(self, k: int) -> tuple[Tensor, Tensor | None]:
-        if k not in self._powers:
-            self._compute_powers([k])
+        if not self._powers:
+            self._compute_powers(sorted(self._powered))
         return self._powers[k]
 
     def _compute_powers(self, nodes: list[int]) -> None:
@@ -155,7 +155,7 @@ def _worth_batching(tensors: Sequence[Tensor]) -> bool:
     """Whether a few launches for all tensors are worth more than the simplicity of one for each."""
     return (
         len(tensors) > 1
-        and all(t.is_cuda for t in tensors)
+        and all(t.is_cuda and not is_sharded(t) for t in tensors)
         and not is_compiling()
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )

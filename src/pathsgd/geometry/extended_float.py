@@ -46,6 +46,17 @@ def exact_frexp(x: Tensor) -> tuple[Tensor, Tensor]:
     return exact_ldexp(x, torch.where(x == 0, 0, -exponent)), exponent
 
 
+def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
+    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
+
+    A term of a sum is known to within the smallest subnormal times the largest number; a sum over
+    these bounds is so much larger that nothing is lost. A product only has to be a normal number.
+    """
+    if dtype == torch.float64:
+        return 2.0**-1000, 2.0**-600, 2.0**400
+    return 2.0**-120, 2.0**-60, 2.0**40
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """The sums and products of the powered network for one ``p``.
@@ -114,9 +125,17 @@ class Arithmetic:
         """The sum (or the maximum) over ``dims``, kept with size one."""
         if not dims:  # torch takes no axes for all axes
             return x
-        x = self.align(x, dims)
-        reduce = x.mantissa.amax if math.isinf(self.p) else x.mantissa.sum
-        return self.normalise(ExtendedFloat(reduce(tuple(dims), keepdim=True), x.exponent))
+        mantissa, exponent = self.align(x, dims)
+        if math.isinf(self.p):
+            return self.normalise(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
+        # The copies along an expanded axis are counted, not added up.
+        repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
+        times = math.prod(mantissa.shape[d] for d in repeated)
+        for d in repeated:
+            mantissa = mantissa.narrow(d, 0, 1)
+        rest = tuple(d for d in dims if mantissa.shape[d] != 1)
+        mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
+        return self.normalise(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
 
     def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """The sum (or the maximum) of several values of one shape."""
@@ -167,7 +186,8 @@ class Arithmetic:
         exponent = None
         if self.exponents:
             exponent = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
-        return ExtendedFloat(torch.ones(tuple(shape), dtype=self.dtype, device=device), exponent)
+        one = torch.ones((1,) * len(shape), dtype=self.dtype, device=device)
+        return ExtendedFloat(one.expand(tuple(shape)), exponent)
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> ExtendedFloat:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""

@@ -14,15 +14,18 @@ from pathsgd._torch import foreach
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
+from pathsgd.geometry.operations.contraction import add_outer_products
 from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range, run_forward
+from pathsgd.geometry.sharded import gather_vectors, local_part, own_ends, place_like, shard_of
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
 from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 from pathsgd.graph.path_lengths import biased_sums
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example, trace
 
 
@@ -30,11 +33,12 @@ from pathsgd.graph.trace import Example, trace
 class Gamma:
     """gamma of one parameter: takes a weight w to its invariant coordinate ``z = w sqrt(gamma)`` and back.
 
-    Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled.
+    Neither z nor its gradient ``h = g / sqrt(gamma)`` changes when units are rescaled. Of a sharded parameter
+    (DTensor) it is gamma of the part that this rank holds.
 
     Attributes:
         arithmetic: the order p and the dtype in which gamma is computed.
-        shape: that of the parameter.
+        shape: that of the parameter, or of the part of it.
         gamma_out: the sum over paths onward, one number per row, where the parameter is the matrix of one
             linear layer: then no matrix is stored.
         gamma_in: likewise over the paths that arrive, one number per column.
@@ -97,6 +101,26 @@ class Gamma:
         whole = ExtendedFloat(product.mantissa * factor.to(product.mantissa.dtype), product.exponent)
         return Gamma(self.arithmetic, self.shape, whole=whole)
 
+    def part(self, tensor: Tensor) -> Gamma:
+        """The gamma of what this rank holds of a sharded parameter.
+
+        Args:
+            tensor: the parameter.
+
+        Returns:
+            The new gamma.
+        """
+        shard = shard_of(tensor)
+        if shard is None:
+            return self
+        shape = tuple(local_part(tensor).shape)
+        if self.whole is not None:
+            mantissa, exponent = shard.of(self.whole, shard.dim)
+            return Gamma(self.arithmetic, shape, whole=ExtendedFloat(mantissa.clone(), exponent))
+        assert self.gamma_out is not None
+        assert self.gamma_in is not None
+        return Gamma(self.arithmetic, shape, *own_ends(tensor, self.gamma_out, self.gamma_in, 0))
+
     def dense(self) -> Tensor:
         """gamma of every entry.
 
@@ -151,10 +175,11 @@ class Gamma:
         Returns:
             ``z = w sqrt(gamma)``.
         """
+        z = local_part(weight)
         for root, _, exponent in self.roots():
-            weight = weight * root
-            weight = weight if exponent is None else exact_ldexp(weight, exponent)
-        return weight
+            z = z * root
+            z = z if exponent is None else exact_ldexp(z, exponent)
+        return place_like(z, weight)
 
     def gradient_to_z(self, gradient: Tensor) -> Tensor:
         """The gradient with respect to z.
@@ -165,10 +190,11 @@ class Gamma:
         Returns:
             ``h = g / sqrt(gamma)``, 0 where gamma is 0.
         """
+        h = local_part(gradient)
         for _, inverse, exponent in self.roots():
-            gradient = gradient * inverse
-            gradient = gradient if exponent is None else exact_ldexp(gradient, -exponent)
-        return gradient
+            h = h * inverse
+            h = h if exponent is None else exact_ldexp(h, -exponent)
+        return place_like(h, gradient)
 
     def step_from_z(self, step: Tensor) -> Tensor:
         """A step of z as a step of the weight.
@@ -184,16 +210,21 @@ class Gamma:
 
 def take_roots(gammas: Iterable[Gamma]) -> None:
     """:meth:`Gamma.roots` of all of these, in a few launches instead of a few for each."""
-    plain = [g for g in gammas if g.whole is not None and g.whole.exponent is None and not g._roots]
-    if not plain or torch.is_grad_enabled() or plain[0].arithmetic.order != 2:
+    plain = [
+        (gamma, factor.mantissa)
+        for gamma in gammas
+        if gamma.arithmetic.order == 2 and not gamma.arithmetic.exponents and not gamma._roots
+        for factor in gamma._factors()
+    ]
+    if not plain or torch.is_grad_enabled():
         return
-    products = [gamma.whole.mantissa for gamma in plain if gamma.whole is not None]
+    products = [product for _, product in plain]
     roots = foreach("sqrt", products)
     # 1 / root, and 0 for 0: the smallest normal number is below every root of a number.
     inverses = foreach("maximum", roots, torch.finfo(products[0].dtype).tiny)
     foreach("reciprocal_", inverses)
     foreach("mul_", inverses, foreach("sign", roots))
-    for gamma, root, inverse in zip(plain, roots, inverses, strict=True):
+    for (gamma, _), root, inverse in zip(plain, roots, inverses, strict=True):
         gamma._roots.append((root, inverse, None))
 
 
@@ -276,7 +307,7 @@ def gammas(
         (tensor([[0.2500, 0.2500]]), tensor([[18.]]))
     """
     graph = trace(model, example_input)
-    return measure_gammas(graph, graph.tensors(model), p, shared=shared)
+    return measure_gammas(graph, graph.tensors(model, sharded=True), p, shared=shared)
 
 
 @torch.no_grad()
@@ -291,6 +322,8 @@ def measure_gammas(
     """gamma of every parameter of a traced model; ``exponents`` as in
     :func:`pathsgd.geometry.range_check.measure_in_range`."""
     check_shared(shared, check_p(p))
+    if any(map(is_sharded, tensors.values())):
+        return _measure_sharded(graph, tensors, p, exponents, shared)
     found = measure_in_range(graph, tensors, p, measure, exponents)
     with full_precision(next(iter(tensors.values())).device):
         corrections = shared_corrections(graph, tensors, p, shared)
@@ -300,16 +333,33 @@ def measure_gammas(
     return Gammas(corrected, found.exponents)
 
 
+def _measure_sharded(
+    graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None, shared: Shared
+) -> Gammas:
+    """gamma of what this rank holds of every parameter. A collective call."""
+    if shared != "kappa1":
+        raise PathError(f"shared={shared!r} is not supported with sharded parameters; use 'kappa1'")
+    kept = gather_vectors(graph, tensors)
+    found = measure_in_range(graph, kept, p, measure, exponents)
+    whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
+    return Gammas(
+        {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()},
+        found.exponents,
+    )
+
+
 def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     """Both passes, and gamma of every parameter as the backward pass meets its uses. ``check`` is shown the
     numbers as they come."""
-    graph, arithmetic = network.graph, network.arithmetic
+    graph, arithmetic, tensors = network.graph, network.arithmetic, network.edges.tensors
+    shapes = {name: tuple(local_part(tensors[name]).shape) for name in graph.parameters}
     gamma_in = run_forward(network, check)
     uses = Counter(weight.parameter.name for _, weight in graph.weights() if weight.parameter is not None)
     # gamma_out is the same for every bias of one sum, as for the two of a batch norm.
     sums = biased_sums(graph.nodes, graph.ends)
     summed: dict[tuple[int, Shape], ExtendedFloat] = {}
-    gammas: dict[str, Gamma] = {}
+    vectors: dict[str, list[tuple[ExtendedFloat, ExtendedFloat]]] = {}
+    wholes: dict[str, ExtendedFloat] = {}
     for k, gamma_out in network.backward(gamma_in):
         if check is not None:
             check.see(k, gamma_out, forward=False)
@@ -317,11 +367,11 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue
         info = graph.parameters[operation.weight.parameter.name]
-        if info.status is ParameterStatus.OUTSIDE:
+        if info.status is ParameterStatus.OUTSIDE or 0 in shapes[info.name]:
             continue
-        ends = linear_ends(network, gamma_in, gamma_out, k) if uses[info.name] == 1 else None
+        ends = linear_ends(network, gamma_in, gamma_out, k)
         if ends is not None:
-            gammas[info.name] = Gamma(arithmetic, info.shape, *ends)
+            vectors.setdefault(info.name, []).append(own_ends(tensors[info.name], *ends, 0))
             continue
         if k in sums:
             key = sums[k], operation.weight.shape
@@ -329,13 +379,16 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
                 summed[key] = sum_to(arithmetic, gamma_out, operation.weight.shape)
             gamma_out = summed[key]
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
-        if info.name in gammas:
-            whole = arithmetic.add([gammas[info.name].product(), whole])
-        gammas[info.name] = Gamma(arithmetic, info.shape, whole=whole)
+        wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
+    for name in [name for name in vectors if uses[name] > 1]:
+        product = add_outer_products(arithmetic, vectors.pop(name))
+        wholes[name] = arithmetic.add([wholes[name], product]) if name in wholes else product
+    gammas = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
+    gammas |= {name: Gamma(arithmetic, shapes[name], whole=whole) for name, whole in wholes.items()}
     for name, info in graph.parameters.items():
         if name not in gammas:
             on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)
-            gammas[name] = _constant(network, info.shape, zero=on_paths)
+            gammas[name] = _constant(network, shapes[name], zero=on_paths)
     return Gammas({name: gammas[name] for name in graph.parameters}, arithmetic.exponents)
 
 

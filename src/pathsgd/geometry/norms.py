@@ -100,14 +100,19 @@ def _forward(
     """The path weights that arrive at ``ends``: in plain floats if they are enough, else with exponents."""
     plain = powered_network(graph, tensors, p)
     with full_precision(plain.device):
-        with torch.no_grad():
-            check = RangeCheck(plain)
-            for k, value in plain.forward():
+        wanted = [plain.folded.whole[k] for k in ends]
+        check, values = RangeCheck(plain), {}
+        for k, value in plain.forward(wanted):
+            with torch.no_grad():
                 check.see(k, value, forward=True)
+            if k in wanted:
+                values[k] = value
+        with torch.no_grad():
             trusted = check.passed()
-        flow = powered_network(graph, tensors, p, exponents=not trusted)
-        values = {k: value for k, value in flow.forward() if k in ends}
-        return flow.arithmetic, [values[k] for k in ends]
+        network = plain if trusted else powered_network(graph, tensors, p, exponents=True)
+        if not trusted:
+            values = {k: value for k, value in network.forward(wanted) if k in wanted}
+        return network.arithmetic, [values[k] for k in wanted]
 
 
 def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:

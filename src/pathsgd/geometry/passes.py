@@ -8,7 +8,7 @@ is the gradient of the sum of all outputs. For p = inf read max for sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
-from pathsgd.graph.nodes import Begin, Conv, Linear, Multiply, Square
+from pathsgd.graph.folding import Folded
+from pathsgd.graph.nodes import Begin, Square, Weighted
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 
 Values = dict[int, ExtendedFloat]
@@ -26,8 +27,14 @@ Values = dict[int, ExtendedFloat]
 class PoweredNetwork:
     """The powered network of one graph with one set of tensors."""
 
-    graph: PathGraph
+    traced: PathGraph
+    folded: Folded
     edges: EdgeWeights
+
+    @property
+    def graph(self) -> PathGraph:
+        """What the passes run over."""
+        return self.folded.graph
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -37,12 +44,17 @@ class PoweredNetwork:
     def device(self) -> torch.device:
         return next(iter(self.edges.tensors.values())).device
 
-    def forward(self) -> Iterator[tuple[int, ExtendedFloat]]:
-        """``gamma_in`` of every node in order: ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
-        nodes = self.graph.nodes
-        last_reader = {source: k for k, node in enumerate(nodes) for source in node.inputs}
+    def forward(self, wanted: Iterable[int]) -> Iterator[tuple[int, ExtendedFloat]]:
+        """``gamma_in`` in order of evaluation, of the nodes ``wanted`` and of all before them:
+        ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
+        nodes, asked = self.graph.nodes, set(wanted)
+        for k in reversed(range(len(nodes))):
+            if k in asked:
+                asked.update(nodes[k].inputs)
+        last_reader = {source: k for k in sorted(asked) for source in nodes[k].inputs}
         gamma_in: Values = {}
-        for k, node in enumerate(nodes):
+        for k in sorted(asked):
+            node = nodes[k]
             inputs = [gamma_in[source] for source in node.inputs]
             arithmetic, weight = self.edges.for_operation(k)
             gamma_in[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
@@ -78,13 +90,24 @@ class PoweredNetwork:
                 arriving[source].append(flow)
 
     def needed_by_backward(self) -> set[int]:
-        """The nodes whose gamma_in the backward pass and gamma ask for: what is multiplied by a weight."""
-        multiplied = (Linear, Conv, Multiply, Square)
-        return {k for node in self.graph.nodes if isinstance(node.operation, multiplied) for k in node.inputs}
+        """The nodes whose gamma_in the backward pass and gamma ask for: what is multiplied by a parameter.
+        What arrives at the outputs is not among them."""
+        return {
+            k
+            for node in self.graph.nodes
+            if isinstance(node.operation, Square)
+            or (isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None)
+            for k in node.inputs
+        }
 
 
-def powered_network(graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False) -> PoweredNetwork:
-    """The powered network of a model's tensors, in plain floats or with an exponent per unit."""
+def powered_network(
+    graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False, folded: bool = True
+) -> PoweredNetwork:
+    """The powered network of a model's tensors, in plain floats or with an exponent per unit. Not ``folded``,
+    every place is computed by itself."""
     # A high power of a mantissa needs a wider exponent than fp32 has.
     dtype = torch.float64 if 32 < p < math.inf else compute_dtype(tensors)
-    return PoweredNetwork(graph, EdgeWeights(graph, tensors, Arithmetic(float(p), dtype, exponents)))
+    nodes = graph.folded if folded else Folded.nothing(graph)
+    edges = EdgeWeights(nodes.graph, tensors, Arithmetic(float(p), dtype, exponents))
+    return PoweredNetwork(graph, nodes, edges)

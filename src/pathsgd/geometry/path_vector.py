@@ -51,7 +51,7 @@ def path_vector(
         input[0,0] 0[0,1] 2[0,0] -3.0
     """
     graph = trace(model, example_input)
-    unrolled = _Unrolled(powered_network(graph, graph.tensors(model), 1))
+    unrolled = _Unrolled(powered_network(graph, graph.tensors(model), 1, folded=False))
     dag = unrolled.dag(max_paths)
     if dag.path_count > max_paths:
         raise PathError(

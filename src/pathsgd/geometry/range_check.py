@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.extended_float import safe_range as safe_range
 from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
 from pathsgd.geometry.precision import full_precision
@@ -19,19 +23,11 @@ from pathsgd.graph.path_graph import PathGraph
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+_announced: weakref.WeakSet[PathGraph] = weakref.WeakSet()
+
 PRODUCTS = (Source, Multiply, Square)
 SUMS = (Linear, Conv, Add, AxisMap, Reduce)
-
-
-def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
-    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
-
-    A term of a sum is known to within the smallest subnormal times the largest number; a sum over
-    these bounds is so much larger that nothing is lost. A product only has to be a normal number.
-    """
-    if dtype == torch.float64:
-        return 2.0**-1000, 2.0**-600, 2.0**400
-    return 2.0**-120, 2.0**-60, 2.0**40
 
 
 @dataclass
@@ -43,14 +39,19 @@ class RangeCheck:
 
     def __post_init__(self) -> None:
         graph = self.network.graph
-        kinds = [{type(graph.nodes[k].operation) for k in readers} for readers in graph.readers()]
-        self._summands = {k for k, kind in enumerate(kinds) if kind == {Add}} - set(graph.ends)
+        adds = {k for k, node in enumerate(graph.nodes) if isinstance(node.operation, Add)}
+        self._summands: set[int] = set()
+        for k, readers in enumerate(graph.readers()):
+            # Of a chain of sums every second one is looked at.
+            of_sum = k in adds and not self._summands.isdisjoint(adds.intersection(graph.nodes[k].inputs))
+            if readers and adds.issuperset(readers) and k not in graph.ends and not of_sum:
+                self._summands.add(k)
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
         operation = self.network.graph.nodes[k].operation
         if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
             return
-        if forward and isinstance(operation, PRODUCTS) and k in self._summands:
+        if forward and k in self._summands:
             return  # what is too small to matter in a sum may be lost; the sum is looked at
         mantissa = value.mantissa
         if forward and isinstance(operation, Source):
@@ -64,8 +65,25 @@ class RangeCheck:
     def passed(self) -> bool:
         if not self.looked:
             return True
-        suspects = self.suspects(self.extremes().tolist())
-        return suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
+        extremes = self.extremes().tolist()
+        suspects = self.suspects(extremes)
+        passed = suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
+        if not passed:
+            self._announce(extremes)
+        return passed
+
+    def _announce(self, extremes: list[list[float]]) -> None:
+        """Says once for a graph that exponents are used from now on: they take longer."""
+        graph = self.network.traced
+        if graph in _announced:
+            return
+        _announced.add(graph)
+        least = min(filter(None, extremes[0]), default=0.0)
+        _log.warning(
+            "the path weights of %s (from %.1e to %.1e) leave what %s is trusted with, so they are computed "
+            "with an exponent for every unit: exact, and up to three times as long",
+            graph.model, least, max(extremes[1]), self.network.arithmetic.dtype,
+        )  # fmt: skip
 
     def extremes(self) -> Tensor:
         """The least and the largest numbers seen, still on the device: [2, places]."""
@@ -76,8 +94,11 @@ class RangeCheck:
         """The places (node, forward, bound) where something is too small, or is zero; None if anything is
         too large."""
         product, total, high = safe_range(self.network.arithmetic.dtype)
-        if not all(largest <= high for largest in extremes[1]):
+        largest = max([1.0, *extremes[1]], key=lambda x: x if x == x else math.inf)
+        if not largest <= high:
             return None
+        # Where no number is that large, sums may be smaller; in steps, so that the bound seldom changes.
+        total *= 2.0 ** (-15 * (math.log2(high / largest) // 15))
         found = set()
         for (k, forward, *_), least in zip(self.looked, extremes[0], strict=True):
             single = forward and isinstance(self.network.graph.nodes[k].operation, PRODUCTS)
@@ -89,8 +110,9 @@ class RangeCheck:
     def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""
         # Rare enough that the passes are run again rather than kept in memory.
-        values = dict(self.network.forward())
         gradients: Values = {}
+        arrived = {k for k, forward, _ in suspects if forward}
+        values = dict(self.network.forward(arrived | self.network.needed_by_backward()))
         if not all(forward for _, forward, _ in suspects):
             gradients = dict(self.network.backward(dict(values)))
         for k, forward, low in suspects:
@@ -112,7 +134,7 @@ class RangeCheck:
     def _alive(self, k: int, values: Values, plain: Arithmetic) -> ExtendedFloat:
         """Which units of node k paths reach. What was not looked at may be zero for being too small."""
         node = self.network.graph.nodes[k]
-        if k not in self._summands or not isinstance(node.operation, PRODUCTS):
+        if k not in self._summands:
             return _indicator(values[k].mantissa, plain)
         inputs = [self._alive(source, values, plain) for source in node.inputs]
         return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.network.device)
@@ -128,7 +150,7 @@ class RangeCheck:
             shapes = [nodes[source].shape for source in node.inputs]
             alive = _indicator(gradients[reader].mantissa, plain)
             weight = self._nonzero(reader)
-            back = adjoint(plain, node.operation, alive, weight, shapes, values[node.inputs[0]])
+            back = adjoint(plain, node.operation, alive, weight, shapes, values.get(node.inputs[0]))
             for source, flowed in zip(node.inputs, back, strict=True):
                 if source == k and bool(((flowed.mantissa > 0) & (gradients[k].mantissa == 0)).any()):
                     return True
@@ -141,11 +163,12 @@ class RangeCheck:
         return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
 
 
-def run_forward(network: PoweredNetwork, check: RangeCheck | None) -> Values:
-    """gamma_in of the nodes that the backward pass and gamma ask for; a check is shown all of them."""
-    needed = network.needed_by_backward()
+def run_forward(network: PoweredNetwork, check: RangeCheck | None, also: Iterable[int] = ()) -> Values:
+    """gamma_in of the nodes that the backward pass and gamma ask for, and of those in ``also``; a check is
+    shown all of them."""
+    needed = network.needed_by_backward().union(also)
     gamma_in: Values = {}
-    for k, value in network.forward():
+    for k, value in network.forward(needed):
         if k in needed:
             gamma_in[k] = value
         if check is not None:

@@ -81,7 +81,11 @@ def measure_further_uses(graph: PathGraph, tensors: Tensors, p: float, name: str
     with torch.enable_grad():
         v = torch.ones_like(weight).requires_grad_()
         powered = powered_network(graph, {**double, name: weight * Arithmetic(p, v.dtype).root(v)}, p)
-        ends = [value.mantissa.sum() for k, value in powered.forward() if k in graph.ends]
+        ends = [
+            value.mantissa.sum()
+            for k, value in powered.forward(powered.graph.ends)
+            if k in powered.graph.ends
+        ]
         f = torch.stack(ends).sum()
         (slopes,) = torch.autograd.grad(f, v, create_graph=True)
         curvatures = _diagonal(slopes, v)

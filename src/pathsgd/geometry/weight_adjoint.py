@@ -11,6 +11,7 @@ from pathsgd.geometry.operations.contraction import linear_weight_adjoint
 from pathsgd.geometry.operations.convolution import conv_weight_adjoint
 from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork, Values
+from pathsgd.geometry.sharded import own_ends
 from pathsgd.graph.nodes import Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
 from pathsgd.graph.views import view_shape
 
@@ -40,7 +41,8 @@ def gamma_of_use(
     node, arithmetic = network.graph.nodes[k], network.arithmetic
     match node.operation:
         case Linear(weight):
-            per_edge = linear_weight_adjoint(arithmetic, gamma_in[node.inputs[0]], gamma_out)
+            out, into = own_ends(network.edges.signed(k), gamma_out, gamma_in[node.inputs[0]], -1)
+            per_edge = linear_weight_adjoint(arithmetic, into, out)
         case Conv(weight):
             per_edge = conv_weight_adjoint(
                 arithmetic, node.operation, gamma_in[node.inputs[0]], gamma_out, network.edges.signed(k)

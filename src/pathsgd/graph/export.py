@@ -54,14 +54,17 @@ def _at_batch_one(
     cut = _cut_batch((args, kwargs), batch_dim)
     if cut is None:
         return _export(model, args, kwargs), []
+    one, options = cut
     with contextlib.suppress(TraceError):
-        program = _export(model, *cut)
+        # Made functional only when that is known: it takes several times as long as the export.
+        program = _export(model, one, options, functional=False)
         if _depends_on_size(program, model, _cut_batch((args, kwargs), batch_dim, to=2)):
             note = (
                 f"what the model computes depends on the size of axis {batch_dim}, so it is no batch axis "
                 "and all of it counts; pass batch_dim to name the batch, or batch_dim=None"
             )
             return _export(model, args, kwargs), [note]
+        program = _export(model, one, options) if _mutates(program) else program
         return program, _time_first(model) if batch_dim == 0 else []
     # Perhaps the model fixes its batch size, or the example has no batch axis at all.
     note = (
@@ -109,7 +112,8 @@ def _time_first(model: nn.Module) -> list[str]:
 def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) -> bool:
     """Whether a batch of two runs other operators than a batch of one: a loop over the axis, a branch."""
     try:
-        other = _export(model, *inputs)
+        args, kwargs = inputs
+        other = _export(model, args, kwargs, functional=False)
     except TraceError:
         return False  # two is a size the example does not have; one was fine
 
@@ -214,7 +218,10 @@ _EXPORT_LOCK = threading.RLock()
 """torch.export keeps state of the whole process."""
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functional: bool = True
+) -> ExportedProgram:
+    """The exported program, with what it writes in place written out if it is to be ``functional``."""
     try:
         with (
             _EXPORT_LOCK,
@@ -224,7 +231,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _silence_torch(),
         ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
-            if _mutates(program):
+            if functional and _mutates(program):
                 program = program.run_decompositions({})
     except Exception as error:
         explained = _explain(model, error, args, kwargs)
@@ -274,14 +281,34 @@ def _restore_modules(model: nn.Module) -> Iterator[None]:
             (value.extend if isinstance(value, list) else value.update)(items)
 
 
+FRESH = frozenset(
+    f"aten::{name}"
+    for name in (
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+        "linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "add", "sub", "mul",
+        "div", "cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "lift_fresh_copy",
+    )
+)  # fmt: skip
+"""Operators that always return new memory. Others, such as dropout, may return what they are given."""
+
+
 def _mutates(program: ExportedProgram) -> bool:
-    """Whether anything but a counter (of a batch norm) is written in place, so that the program must be
-    made functional."""
+    """Whether anything is written in place that the program must be made functional for: not a counter (of a
+    batch norm), and not a new value that nothing else reads, as by an in-place ReLU."""
+    private: set[fx.Node] = set()
     for node in program.graph.nodes:
         schema = operator_schema(node.target)
-        if schema is None or not schema.is_mutable:
+        if schema is None:
+            continue
+        if not schema.is_mutable:
+            if schema.name in FRESH:
+                private.add(node)
             continue
         target = node.args[0] if node.args else None
+        writes = [argument.is_write for argument in schema.arguments]
+        if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:
+            private.add(node)
+            continue
         value = target.meta.get("val") if isinstance(target, fx.Node) else None
         if not (isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 0):
             return True

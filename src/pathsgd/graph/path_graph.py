@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,10 @@ from torch import Tensor, nn
 from pathsgd._torch import uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
+from pathsgd.graph.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from pathsgd.graph.folding import Folded
 
 
 class ParameterStatus(Enum):
@@ -124,6 +130,13 @@ class PathGraph:
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
 
+    @functools.cached_property
+    def folded(self) -> Folded:
+        """The graph with equal places written once. Kept here, where a compiled step finds it."""
+        from pathsgd.graph.folding import fold
+
+        return fold(self)
+
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.
 
@@ -154,11 +167,12 @@ class PathGraph:
         """
         return sorted({region for info in self.parameters.values() for region in info.regions})
 
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+    def tensors(self, model: nn.Module, *, sharded: bool = False) -> dict[str, Tensor]:
         """The tensors of a model that this graph names.
 
         Args:
             model: the model that was traced, or one of the same structure.
+            sharded: whether parameters may be sharded over ranks (DTensor).
 
         Returns:
             Its parameters and buffers by name.
@@ -175,6 +189,11 @@ class PathGraph:
                 "trace the model again"
             )
         self.check(tensors)
+        for name in [name for name, tensor in tensors.items() if not sharded and is_sharded(tensor)]:
+            raise PathError(
+                f"parameter {name!r} is sharded (a DTensor), and this is computed for whole parameters only: "
+                "do it before fully_shard, or on a model that was loaded from a full state_dict"
+            )
         tensors.update(model.named_buffers(remove_duplicate=False))
         return tensors
 

@@ -11,7 +11,6 @@ taken together. So what is called alone is alone, and no rescaling changes it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Node, Shape, View, Weighted
 from pathsgd.graph.unit_ties import compress
-from pathsgd.graph.views import embed, view_shape, view_tensor
+from pathsgd.graph.views import embed, reshaped_axes, view_shape, view_tensor
 
 MANY = 2
 """Longer paths count as this long."""
@@ -214,15 +213,10 @@ def _reshape(x: Tensor, before: Shape, after: Shape) -> Tensor:
         return _zeros(len(after))
     written: list[int] = []
     target: list[int] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        first, other = i, j
-        i, j = min(i + 1, len(before)), min(j + 1, len(after))
-        while (n := math.prod(before[first:i])) != (m := math.prod(after[other:j])):
-            i, j = (i + 1, j) if n < m else (i, j + 1)
-        uniform = all(n == 1 for n in x.shape[first:i])
-        written += [1] * (i - first) if uniform else before[first:i]
-        target += [1] * (j - other) if uniform else after[other:j]
+    for old, new in reshaped_axes(before, after):
+        uniform = all(x.shape[d] == 1 for d in old)
+        written += [1 if uniform else before[d] for d in old]
+        target += [1 if uniform else after[d] for d in new]
     return compress(x.expand(written).reshape(target))
 
 

@@ -14,6 +14,7 @@ from pathsgd.errors import TraceError
 from pathsgd.graph.export import export_at_batch_one
 from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
+from pathsgd.graph.sharded import is_sharded, whole_parameters
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,11 @@ def trace(
     model = unwrap(model)
     _check_parameters(model)
     _check_memory(model)
-    args, kwargs = _as_inputs(model, example_input)
-    program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-    graph = lower(model, program, notes)
+    with whole_parameters(model):
+        args, kwargs = _as_inputs(model, example_input)
+        program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
+        graph = lower(model, program, notes)
+    graph.folded  # noqa: B018  found here, so that a compiled step finds it
     remember_model(graph, model)
     return graph
 
@@ -80,6 +83,11 @@ def _check_parameters(model: nn.Module) -> None:
         raise TraceError(f"expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("a ScriptModule cannot be traced; pass the module it was made from")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise TraceError(
+            "FullyShardedDataParallel keeps parameters flattened, so that their paths cannot be seen; use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     named = list(model.named_parameters())
     if not named:
         raise TraceError(f"{type(model).__name__} has no parameters: there is nothing to trace")
@@ -102,7 +110,7 @@ def _check_memory(model: nn.Module) -> None:
     spans = []
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+        if tensor.is_meta or is_sharded(tensor) or not tensor.numel() or tensor.layout != torch.strided:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise TraceError(

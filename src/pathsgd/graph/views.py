@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -32,6 +35,17 @@ def view_shape(view: Operation, shape: Shape) -> Shape:
     return tuple(view_tensor(view, torch.empty(shape, device="meta")).shape)
 
 
+def reshaped_axes(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
+    """The smallest groups of neighbouring axes that a reshape turns into each other."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, other = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (n := math.prod(before[first:i])) != (m := math.prod(after[other:j])):
+            i, j = (i + 1, j) if n < m else (i, j + 1)
+        yield range(first, i), range(other, j)
+
+
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
     """The entries a slice takes, as indices."""
     return torch.arange(start, start + length * step, step, device=x.device)
@@ -39,6 +53,9 @@ def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
 
 def embed(x: Tensor, dim: int, start: int, size: int, step: int, fill: float) -> Tensor:
     """``x`` put into an axis of ``size`` entries that are ``fill`` elsewhere."""
+    if step == 1:
+        after = size - start - x.shape[dim]
+        return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [start, after], value=fill)
     shape = list(x.shape)
     shape[dim] = size
     whole = x.new_full(shape, fill)

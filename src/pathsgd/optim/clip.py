@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pathsgd.geometry.sharded import Shard, local_part, shard_of
 from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.path_sgd import PathSGD
 
@@ -16,7 +20,8 @@ def clip_path_grad_norm_(
     """Clips the gradients of the optimizer's parameters by their dual path norm ``sqrt(sum g^2 / gamma)``.
 
     In place, like :func:`torch.nn.utils.clip_grad_norm_`, whose raw norm is not invariant. Parameters
-    that are not path-normalised count with gamma = 1.
+    that are not path-normalised count with gamma = 1. Under DistributedDataParallel all ranks have to call
+    it.
 
     Args:
         optimizer: the optimizer whose gradients are clipped; it knows their gammas.
@@ -49,8 +54,10 @@ def clip_path_grad_norm_(
             "relative steps do not depend on the size of gradients, so that clipping them would do nothing: "
             "take a smaller lr"
         )
+    optimizer.gamma_cache.synchronise()
     parts: list[Tensor] = []
     grads: list[Tensor] = []
+    shards: list[Shard | None] = []
     for group in optimizer.param_groups:
         p = group["p"] if isinstance(optimizer, PathSGD) else optimizer.p
         found = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -59,11 +66,12 @@ def clip_path_grad_norm_(
             if grad.is_sparse:
                 raise RuntimeError("clip_path_grad_norm_ does not support sparse gradients")
             h = grad if gamma is None else gamma.gradient_to_z(grad.to(gamma.dtype))
-            parts.append(torch.linalg.vector_norm(h))
-            grads.append(grad)
+            parts.append(torch.linalg.vector_norm(local_part(h)))
+            grads.append(local_part(grad))
+            shards.append(shard_of(grad))
     if not grads:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
+    total = _norm_over_ranks([part.to(parts[0]) for part in parts], shards)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of the gradients is {total.item()}, so it cannot be clipped; "
@@ -73,3 +81,17 @@ def clip_path_grad_norm_(
     for grad in grads:
         grad.mul_(factor.to(grad))
     return total
+
+
+def _norm_over_ranks(norms: Sequence[Tensor], shards: Sequence[Shard | None]) -> Tensor:
+    """The norm of all parts together, of which some are on other ranks."""
+    whole = [norm for norm, shard in zip(norms, shards, strict=True) if shard is None]
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for norm, shard in zip(norms, shards, strict=True):
+        if shard is not None:
+            by_group.setdefault(shard.group, []).append(norm)
+    for group, own in by_group.items():
+        square = torch.stack(own).square().sum()
+        dist.all_reduce(square, group=group)
+        whole.append(square.sqrt())
+    return torch.linalg.vector_norm(torch.stack(whole))

@@ -13,11 +13,15 @@ from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
+from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
 """Measurements before gamma is captured in a CUDA graph."""
@@ -28,7 +32,7 @@ Version = tuple[int, int]
 def versions(tensors: Iterable[Tensor]) -> list[Version]:
     """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
     CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
-    return [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
+    return [(part.data_ptr(), version(part)) for part in map(local_part, tensors)]
 
 
 class Found(Protocol):
@@ -94,16 +98,21 @@ class GammaCache:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
+        self.sharded = any(map(is_sharded, self.model.parameters()))
+        self.replicas = Replicas(model, self.model)
         self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
         self.names = _names(self.model)
+        self._model_tensors = ModelTensors(self.model)
+        self._identified = 0
         self.needs_exponents: dict[Key, bool] = {}
         self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._measurements = 0
         self._steps = 0
+        self._synchronised = False
 
     @property
     def graph(self) -> PathGraph:
@@ -122,7 +131,7 @@ class GammaCache:
             if is_capturing():
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
-                tensors = self.graph.tensors(self.model)
+                tensors = self.tensors()
                 graph = measurement.adapt(self.graph)
                 return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
@@ -142,7 +151,7 @@ class GammaCache:
     def _measure(self, measurement: Measurement[F], p: float) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""
         key = measurement, p
-        tensors = self.graph.tensors(self.model)
+        tensors = self.tensors()
         captured = self._captured.pop(key, None)
         if captured is not None and captured.fits(tensors):
             found = captured.replay()
@@ -152,11 +161,31 @@ class GammaCache:
         graph = measurement.adapt(self.graph)
         found = measurement.run(graph, tensors, p, None)
         self._measurements += 1
-        on_gpu = all(tensor.is_cuda for tensor in tensors.values())
+        on_gpu = not self.sharded and all(tensor.is_cuda for tensor in tensors.values())
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
+
+    def tensors(self) -> Tensors:
+        """What gamma is measured from."""
+        return self.replicas.take_statistics(self._model_tensors.read(self.graph))
+
+    def synchronise(self) -> None:
+        """Makes gamma the same on all ranks that train the model together, up to the next step. A collective
+        call."""
+        if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
+            self._synchronised = True
+            if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
+                self.refresh()
+
+    def before_step(self) -> None:
+        """The same, unless gradients were clipped and it was done for that."""
+        if self._synchronised:
+            self._synchronised = False
+            return
+        self.synchronise()
+        self._synchronised = False
 
     def is_captured(self, p: float, measurement: Measurement[Any] | None = None) -> bool:
         """Whether gamma at this p, or what else is measured, is replayed from a CUDA graph."""
@@ -184,8 +213,9 @@ class GammaCache:
 
     def _current_versions(self) -> list[Version]:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.
-        buffers = self.model.buffers() if self.refresh_every == 1 else ()
-        return versions([*self.model.parameters(), *buffers])
+        tensors = self._model_tensors.read(self.graph)
+        names = tensors if self.refresh_every == 1 else self.graph.parameters
+        return versions(tensors[name] for name in names)
 
     def check_known(self, groups: Sequence[dict[str, Any]]) -> None:
         """At least one parameter of the optimizer is the model's; others may come along."""
@@ -198,15 +228,18 @@ class GammaCache:
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
+        if self._identified == self._model_tensors.walks and self._model_tensors.is_same_structure():
+            return
         for name, parameter in self.model.named_parameters():
             if self.names.get(id(parameter)) != name:
                 raise PathError(
                     f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
-                    "added since); make the optimizer again"
+                    "added since, as fully_shard does); make the optimizer again"
                 )
+        self._identified = self._model_tensors.walks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None}
+        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None, "_identified": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -40,6 +40,11 @@ class LazyGraph:
         else:
             self._add_hook()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a graph, or a batch to trace it from."""
+        return self.graph is not None or self._first_batch is not None
+
     def get(self) -> PathGraph:
         """The graph, traced now if it has not been."""
         if self.graph is None:
@@ -56,7 +61,7 @@ class LazyGraph:
         self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
         message = explain_small_share(self.graph) if self.warn else None
         if message is not None:
-            warnings.warn(message, stacklevel=_depth_of_caller())
+            warnings.warn(message, stacklevel=depth_of_caller())
         return self.graph
 
     def record(self, args: Any, kwargs: Any) -> None:
@@ -82,7 +87,7 @@ class LazyGraph:
             self._add_hook()
 
 
-def _depth_of_caller() -> int:
+def depth_of_caller() -> int:
     """How many frames up the user's own code is."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (

@@ -57,7 +57,7 @@ class PathNormalized(PathOptimizer):
         graph: the graph of the model, if it was traced before.
         max_relative_step: as in :class:`pathsgd.PathSGD`.
         shared: as in :class:`pathsgd.PathSGD`.
-        refresh_every: gamma is measured every so many steps.
+        refresh_every: gamma is measured every so many steps, and after the training was resumed.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
         implementation: as in :class:`pathsgd.PathSGD`.
         relative: whether steps are relative.
@@ -121,6 +121,7 @@ class PathNormalized(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
+        self._check_sharded(relative=relative, max_relative_step=max_relative_step)
         self.fallback: Optimizer | None = None
         if fallback is not None or fallback_lr is not None:
             params, fallen = self._split(params)
@@ -225,6 +226,8 @@ class PathNormalized(PathOptimizer):
         Returns:
             The loss, if there is a closure.
         """
+        if closure is None:
+            self._check_gradients_arrive()
         if self.relative:
             loss = self._relative.step(self.base, closure, self._step_base)
         else:
@@ -238,6 +241,7 @@ class PathNormalized(PathOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """The plain step."""
+        self.gamma_cache.before_step()
         params = [p for group in self.base.param_groups for p in group["params"]]
         chains: list[Ready] = []
         if closure is None:
@@ -261,7 +265,7 @@ class PathNormalized(PathOptimizer):
 
     def _by_fused(self) -> list[Ready]:
         """The chains that a fused implementation moves."""
-        if self.max_relative_step is not None:
+        if self.max_relative_step is not None or self.gamma_cache.sharded:
             return []
         rules: dict[int, Rule] = {}
         for group in self.base.param_groups:

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import _torch
+from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.shared_weights import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph, traced_model
 from pathsgd.graph.trace import Example
 from pathsgd.optim.fused.dispatch import Choice, Dispatch, Ready, check_implementation
 from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import Rule, State
 
 
@@ -24,6 +26,8 @@ class PathOptimizer(Optimizer):
     gamma_cache: GammaCache
     implementation: Choice
     _dispatch: Dispatch | None
+    relative: bool
+    _relative: RelativeSteps
     _warns_of_small_share = True
     """Whether what falls back is trained worse, so that the user is to know if that is most of the model."""
 
@@ -64,6 +68,20 @@ class PathOptimizer(Optimizer):
         )
         return list(self.gamma_cache.model.parameters()) if params is None else params
 
+    def _check_sharded(self, **options: object) -> None:
+        """Options for which there are no rules with sharded parameters."""
+        given = [name for name, value in options.items() if value not in (None, False)]
+        if given and self.gamma_cache.sharded:
+            raise PathError(
+                f"{given[0]} is not supported with sharded parameters (DTensor) yet; PathSGD and "
+                "PathNormalized without it are, and with DistributedDataParallel all of them"
+            )
+
+    def _check_gradients_arrive(self) -> None:
+        """If no parameter has a gradient, it may be because the model has others by now."""
+        if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self.gamma_cache.check_identity()
+
     @property
     def graph(self) -> PathGraph:
         """What is path-normalised and what is not: ``print(optimizer.graph)``.
@@ -78,6 +96,8 @@ class PathOptimizer(Optimizer):
         """Which implementation moved each parameter in the last step that was run: ``"triton"``,
         ``"blocked"`` or ``"reference"``, by the parameter's name."""
         fused = {} if self._dispatch is None else self._dispatch.last_kinds
+        if self.relative:
+            fused = self._relative.last_kinds
         return {
             name: fused.get(id(parameter), "reference")
             for name, parameter in self.gamma_cache.model.named_parameters()
@@ -87,7 +107,8 @@ class PathOptimizer(Optimizer):
         """Measures gamma anew at the next step.
 
         Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
-        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed.
+        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed. With several ranks call it on
+        all of them.
         """
         self.gamma_cache.refresh()
         if self._dispatch is not None:
@@ -105,7 +126,12 @@ class PathOptimizer(Optimizer):
 
     def _ready_chains(self, rules: dict[int, Rule], state_of: Callable[[Tensor], State]) -> list[Ready]:
         """The chains that a fused implementation can move now, given the rules of parameters by id."""
-        if not rules or self.gamma_cache.refresh_every > 1 or _torch.is_compiling():
+        if (
+            not rules
+            or self.gamma_cache.refresh_every > 1
+            or _torch.is_compiling()
+            or self.gamma_cache.sharded
+        ):
             return []
         self.gamma_cache.check_identity()
         if self._dispatch is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
 from pathsgd.geometry.gamma import Gamma, check_p, take_roots
+from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -66,7 +67,7 @@ class PathSGD(PathOptimizer):
         shared: how often a path counts that uses a weight k times, as in recurrent and tied layers:
             ``"kappa1"`` k times, ``"gram"`` k^2, ``"hessian"`` k (2k - 1). The last two need a pass over
             the network for each entry of such a weight.
-        refresh_every: gamma is measured every so many steps.
+        refresh_every: gamma is measured every so many steps, and after the training was resumed.
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
@@ -138,6 +139,9 @@ class PathSGD(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
+        self._check_sharded(
+            relative=relative, max_relative_step=max_relative_step, differentiable=differentiable
+        )
         defaults = {
             "lr": lr,
             "p": p,
@@ -171,6 +175,9 @@ class PathSGD(PathOptimizer):
         options = {**self.defaults, **param_group}
         check_p(options["p"])
         check_limit(options["max_relative_step"])
+        self._check_sharded(
+            max_relative_step=options["max_relative_step"], differentiable=options["differentiable"]
+        )
         rate, lr = options["fallback_lr"], float(options["lr"])
         if rate is not None:
             if rate < 0 or lr == 0:
@@ -215,11 +222,13 @@ class PathSGD(PathOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_gradients_arrive()
         if self.relative:
             self._relative.step(self, None, self._step_normalised)
             return loss
         # Everything is computed before anything is written: an error leaves the weights as they were, and
         # gamma is that of the weights before the step.
+        self.gamma_cache.before_step()
         params = [self._check_gradients(group) for group in self.param_groups]
         chains = self._by_fused(params)
         fused = {id(parameter) for chain in chains for parameter in chain.parameters}
@@ -271,17 +280,17 @@ class PathSGD(PathOptimizer):
     def _compute_steps(self, group: dict[str, Any], params: list[Tensor]) -> _Part:
         """The steps of a group's parameters in invariant coordinates."""
         gammas = self.gamma_cache.gammas_of(params, group["p"])
+        buffers = [self._momentum_buffer(parameter) for parameter in params] if group["momentum"] else []
+        grads = [local_part(parameter.grad) for parameter in params if parameter.grad is not None]
+        params, buffers = [*map(local_part, params)], [*map(local_part, buffers)]
         foreach = group["foreach"]
         if foreach is None:
             foreach = defaults_to_foreach(params, group["differentiable"])
         if foreach:
             take_roots(gamma for gamma in gammas if gamma is not None)
         each = multi_tensor if foreach else single_tensor
-        grads = [parameter.grad for parameter in params if parameter.grad is not None]
         hs = gradients_to_z([-grad for grad in grads] if group["maximize"] else grads, gammas, each)
-        momentum = group["momentum"]
-        buffers = [self._momentum_buffer(parameter) for parameter in params] if momentum else []
-        us, _ = apply_momentum(hs, buffers, momentum, group["nesterov"], each)
+        us, _ = apply_momentum(hs, buffers, group["momentum"], group["nesterov"], each)
         lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         rates = [lr if gamma is not None else lr * group["fallback_ratio"] for gamma in gammas]
         return _Part(

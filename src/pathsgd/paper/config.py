@@ -208,7 +208,7 @@ class Study:
     """let products and convolutions on a GPU round their inputs to tf32"""
     early_stop: bool = True
     """stop a search run whose validation error after a third of its epochs is not below 90% of guessing; it
-    is resumed unless the best of the others is below half of guessing"""
+    is resumed unless the best of the others is below 80% of guessing"""
     seed: int = 0
     """seed of everything: initial weights, split, order, dropout, rescaling"""
 

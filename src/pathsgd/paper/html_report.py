@@ -12,7 +12,13 @@ from pathsgd.console.files import write_atomically
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import Claim
 from pathsgd.paper.analysis.statistics import LAST
-from pathsgd.paper.analysis.study_tables import COMPARISON_HEAD, Table, explain_demo, tabulate_choices
+from pathsgd.paper.analysis.study_tables import (
+    COMPARISON_HEAD,
+    Table,
+    explain_demo,
+    list_missing,
+    tabulate_choices,
+)
 from pathsgd.paper.figures.captions import caption
 from pathsgd.paper.figures.style import format_size, title_of
 from pathsgd.paper.optimizers import METHODS
@@ -43,7 +49,7 @@ def write_report(
         comparison_head=COMPARISON_HEAD,
         demo=explain_demo(results),
         last=LAST,
-        unfinished=list(map(title_of, results.unfinished)),
+        missing=list_missing(results),
         figures=[_embed(name, results, figures) for name in dict.fromkeys(path.stem for path in figures)],
         tables=tables,
         search=tabulate_choices(results.choices),

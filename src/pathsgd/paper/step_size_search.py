@@ -17,8 +17,9 @@ from pathsgd.paper.records.run_folder import RunRecord
 from pathsgd.paper.records.study_results import Choice, DataInfo, Trial, is_edge
 from pathsgd.paper.run_queue import RunQueue
 
-CLEARLY_AHEAD = 0.5
-"""Of the error of guessing: with a winner below it, stopped runs stay stopped."""
+CLEARLY_AHEAD = 0.8
+"""Of the error of guessing: with a winner below it, stopped runs stay stopped. A run is stopped at 0.9; of 14
+that were resumed on CIFAR-10 behind winners at 0.54 to 0.69, the best came to 0.89."""
 
 
 def search_step_sizes(study: Study, infos: Mapping[str, DataInfo], queue: RunQueue) -> list[Choice]:

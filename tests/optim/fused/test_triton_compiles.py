@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
 from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
+from pathsgd.optim.relative.gpu import kernels as relative
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
     f"{tensor}_{axis}" for tensor in "wg" for axis in ("row", "column")
@@ -65,6 +66,22 @@ for low, case in (
     assert staged or not constants["MOVE"], (case, made.metadata.shared)
 tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
 compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
+tensors = {
+    **dict(pieces="*i64", partial="*fp64", sums="*fp64", directions="*bf16"),
+    **dict.fromkeys(("tiles", "firsts", "numbers"), "*i32"),
+    **dict.fromkeys(("factors", "sizes", "rates", "shrinks", "keeps", "scales"), "*fp32"),
+}
+for kernel, constants in (
+    (relative.norm_kernel, dict(GRADIENT=False)),
+    (relative.norm_kernel, dict(GRADIENT=True)),
+    (relative.momentum_kernel, dict(NESTEROV=True)),
+    (relative.momentum_kernel, dict(NESTEROV=False)),
+    (relative.move_kernel, {}),
+    (relative.adam_kernel, {}),
+    (relative.scale_kernel, {}),
+    (relative.sum_kernel, dict(AT_ONCE=1024)),
+):
+    compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
 print("compiled")
 """
 

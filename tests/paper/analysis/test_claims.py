@@ -13,8 +13,10 @@ from pathsgd.paper.analysis.claims import find_undecided, judge_claims
 from pathsgd.paper.analysis.study_tables import (
     describe_claims,
     explain_demo,
+    list_missing,
     summarize_study,
     tabulate_choices,
+    tabulate_epochs,
     tabulate_results,
 )
 from pathsgd.paper.config import Cell
@@ -225,9 +227,14 @@ def test_further_seeds(tmp_path):
     counts = [len(c.by_seed.split(",")) for c in judge_claims(more)[3].comparisons]
     assert counts == [5, 3]  # AdaGrad has none to pair them with
     assert find_undecided(more) == asked, "an interrupted study ends with the same runs"
+    assert list_missing(more) == [
+        "mnist, AdaGrad, balanced: further seeds may decide a verdict and have not been run"
+    ]
     fewer = dataclasses.replace(results.study, more_repeats=0)
     write_json(tmp_path / "study.json", dataclasses.asdict(fewer))
-    assert StudyResults.load(tmp_path).finals == results.finals
+    found = StudyResults.load(tmp_path)
+    assert found.finals == results.finals
+    assert list_missing(found) == []
 
 
 def test_final_and_best_errors(tmp_path):
@@ -237,6 +244,28 @@ def test_final_and_best_errors(tmp_path):
         line["test_error"] = error
     (row,) = tabulate_results(results).rows
     assert row[-3:] == ["20.00%", "10.00%", ""]  # epochs 2 to 6, epoch 2, none diverged
+
+
+def test_epochs_to_a_training_loss(tmp_path):
+    results = fake_study(tmp_path, methods=("sgd", "path-sgd"), repeats=2, epochs=3)
+    for cell, runs in results.finals.items():
+        for run in runs:  # a seed is the faster, the later it is
+            losses = [2.3, 0.9, 0.05 if run.run.seed.init else 0.5, 0.2 if cell.method == "sgd" else 0.02]
+            for line, loss in zip(run.lines, losses, strict=True):
+                line["train_loss"] = loss
+    (table,) = tabulate_epochs(results)
+    assert table.head[4:] == ["1", "0.3", "0.1", "0.03"]  # no run comes to 0.01
+    assert [row[2:] for row in table.rows] == [
+        ["balanced", "SGD", "1", "2 to 3", "", ""],
+        ["balanced", "Path-SGD", "1", "2 to 3", "2 to 3", "3"],
+    ]
+
+
+def test_a_note_on_the_data_is_shown(tmp_path):
+    fake_study(tmp_path, epochs=2)
+    (tmp_path / "note.txt").write_text("The digits are upside down.\n")
+    tables = summarize_study(StudyResults.load(tmp_path)).split("\n\n")
+    assert tables[1].endswith("\nThe digits are upside down.")  # of the data sets
 
 
 def test_only_the_digits_are_explained(tmp_path):
@@ -253,7 +282,7 @@ def test_a_data_set_with_runs_to_go_is_left_out(tmp_path):
     found = StudyResults.load(tmp_path)
     assert (found.study.datasets, found.unfinished, list(found.data)) == (("mnist",), ("svhn",), ["mnist"])
     assert found.finals == {c: runs for c, runs in results.finals.items() if c.dataset == "mnist"}
-    assert "in progress, left out: svhn" in summarize_study(found)
+    assert "In progress\n\nsvhn has runs to go and is left out\n" in summarize_study(found)
     missing = results.finals[Cell("mnist", 0.0, "balanced", "sgd")][1].run
     (tmp_path / "runs" / missing.name / "result.json").unlink()
     with pytest.raises(PathError, match="has runs to go"):

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
+from scipy import stats
 
 from pathsgd.paper.analysis.comparison import Effect, compare, log_ratio, measure
-from pathsgd.paper.analysis.statistics import confidence_interval, count_epochs, find_t, mean_of_last
+from pathsgd.paper.analysis.statistics import (
+    confidence_interval,
+    count_epochs,
+    count_epochs_to,
+    find_t,
+    mean_of_last,
+)
 from pathsgd.paper.config import Run
 from pathsgd.paper.records.run_folder import RunRecord
 
@@ -32,7 +39,6 @@ def test_students_t(freedom, t):
 
 
 def test_the_interval_is_that_of_the_paired_t_test():
-    stats = pytest.importorskip("scipy.stats")
     first, second = [0.0151, 0.0149, 0.0153, 0.0144], [0.0142, 0.0146, 0.0139, 0.0141]
     found = confidence_interval([a - b for a, b in zip(first, second, strict=True)])
     expected = stats.ttest_rel(first, second).confidence_interval(0.95)
@@ -124,6 +130,7 @@ def test_effects_of_pairs():
     fast, slow = record([9.0, 3.0, 2.0, 1.0]), record([9.0, 4.0, 3.0, 2.0])
     assert count_epochs(fast, slow) == (2, 3)  # to a loss of 2
     assert count_epochs(slow, fast) == (3, 2)
+    assert [count_epochs_to(loss, slow) for loss in (9.0, 4.0, 3.5, 1.9)] == [1, 1, 2, None]
     lost = record([9.0, NAN], "diverged")
     pairs = [(fast, slow), (lost, slow), (fast, None), (lost, None)]
     found = measure(pairs, lambda a, b: log_ratio(*count_epochs(a, b)))

@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
-from pathsgd.geometry.operations.extended_views import cat
+from pathsgd._torch import is_capturing, is_compiling, is_transformed
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp, safe_range
+from pathsgd.geometry.operations.extended_views import cat, stack
+from pathsgd.geometry.sharded import contract_shards
+from pathsgd.graph.sharded import is_sharded
 
-BLOCK = 1 << 18
-"""Entries of W in one block: about a megabyte in fp32, so that it stays in a core's cache."""
+BLOCK = 1 << 20
+"""Entries of W in one block: few enough to stay in the cache, many enough that calls of torch cost little."""
 
 BLOCK_ON_DEVICE = 1 << 25
 """Elsewhere a block only bounds the memory: few large kernels are faster than many small ones."""
@@ -22,18 +29,43 @@ BLOCK_ON_DEVICE = 1 << 25
 
 def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
-    if x.exponent is not None:
-        return _contract_with_exponents(arithmetic, x, weight)
+    if is_sharded(weight):
+        return contract_shards(contract, arithmetic, x, weight)
     weight = weight.to(arithmetic.dtype)
-    lead = x.mantissa.shape[:-1]
-    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
+    if x.exponent is None:
+        return ExtendedFloat(_contract(arithmetic, x.mantissa, weight))
+    found = None
+    if weight.numel() and not is_capturing() and not is_transformed(weight):  # else no value can be looked at
+        found = _contract_in_one_frame(arithmetic, x, weight)
+    return found or _contract_by_unit(arithmetic, x, weight)
+
+
+def _contract(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
+    lead = x.shape[:-1]
+    rows = x.reshape(math.prod(lead), x.shape[-1])
     if math.isinf(arithmetic.p):
         y = _max_product(rows, arithmetic.power(weight))
     elif torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad):
         y = rows @ arithmetic.power(weight).t()
     else:
         y = _contract_blocks(arithmetic, rows, weight)
-    return ExtendedFloat(y.reshape(*lead, weight.shape[0]))
+    return y.reshape(*lead, weight.shape[0])
+
+
+def _contract_in_one_frame(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat | None:
+    """The inputs in units of the largest, and then plain floats: it costs what a plain pass does. None if a
+    sum comes out too small or too large to be trusted, unless no path reaches it."""
+    assert x.exponent is not None
+    frame = x.exponent.amax(-1, keepdim=True)
+    y = _contract(arithmetic, arithmetic.shift(x.mantissa, x.exponent - frame), weight)
+    _, low, high = safe_range(arithmetic.dtype)
+    sums = y.detach().reshape(-1, weight.shape[0])
+    doubtful = ((sums < low) | ~(sums <= high)).any(0)
+    if bool(doubtful.any()):
+        reached = (x.mantissa.detach() > 0).reshape(-1, weight.shape[1]).any(0)
+        if bool(((weight.detach()[doubtful] != 0) & reached).any()):
+            return None
+    return arithmetic.normalise(ExtendedFloat(y, frame.expand(*frame.shape[:-1], weight.shape[0])))
 
 
 def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: ExtendedFloat) -> ExtendedFloat:
@@ -50,26 +82,56 @@ def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: Ex
         value = out.t() @ into
     if x.exponent is None or gradient.exponent is None:
         return ExtendedFloat(value)
-    head = gradient.exponent.expand(*(1,) * len(lead), out.shape[1]).reshape(-1, 1)
-    tail = x.exponent.expand(*(1,) * len(lead), into.shape[1]).reshape(1, -1)
-    return arithmetic.normalise(ExtendedFloat(value, (head + tail).clamp(min=DEAD)))
+    exponent = gradient.exponent.reshape(-1, 1) + x.exponent.reshape(1, -1)
+    return arithmetic.normalise(ExtendedFloat(value, exponent.clamp(min=DEAD)))
+
+
+def add_outer_products(
+    arithmetic: Arithmetic, uses: Sequence[tuple[ExtendedFloat, ExtendedFloat]]
+) -> ExtendedFloat:
+    """The sum of ``gamma_out(o) gamma_in(i)`` over the uses of a matrix, given as pairs of vectors."""
+    out, into = map(stack, zip(*uses, strict=True))
+    if out.exponent is not None:
+        by_row, whole = arithmetic.align(out, [0]), arithmetic.align(into, [0, 1])
+        _, low, _ = safe_range(arithmetic.dtype)
+        lost = [(x.mantissa > 0) & (y.mantissa < low) for x, y in ((out, by_row), (into, whole))]
+        if is_capturing() or any(bool(each.any()) for each in lost):
+            # Uses at different depths may be so far apart that one exponent does not hold them.
+            return arithmetic.add([linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses])
+        out, into = by_row, whole
+    return linear_weight_adjoint(arithmetic, into, out)
 
 
 def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
     outputs, inputs = weight.shape
     block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
-    if weight.numel() <= block_size:
-        return x @ arithmetic.power(weight).t()
     if weight.stride(0) >= weight.stride(1):
-        step = max(block_size // inputs, 1)
-        parts = [x @ arithmetic.power(block).t() for block in weight.split(step)]
-        return torch.cat(parts, 1)
-    step = max(block_size // outputs, 1)
-    y = x.new_zeros(x.shape[0], outputs)
-    for columns, block in zip(x.split(step, 1), weight.split(step, 1), strict=True):
-        y = y.addmm(columns, arithmetic.power(block).t())
-    return y
+        parts = [x @ edges.t() for edges in _powers(arithmetic, weight, max(block_size // max(inputs, 1), 1))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    step = max(block_size // max(outputs, 1), 1)
+    blocks = zip(x.split(step, 1), _powers(arithmetic, weight.t(), step), strict=True)
+    # A sum of sums: a vocabulary of numbers added one by one would lose two digits.
+    return functools.reduce(torch.add, (columns @ edges for columns, edges in blocks))
+
+
+_scratch = threading.local()
+
+
+def _powers(arithmetic: Arithmetic, weight: Tensor, rows: int) -> Iterator[Tensor]:
+    """``|W|^p``, so many rows at a time. On a CPU the squares are written to the same memory each time, which
+    takes a fifth of the time that new memory does."""
+    blocks = weight.split(rows)
+    plain = weight.device.type == "cpu" and not is_compiling() and not is_transformed(weight)
+    if not plain or arithmetic.p != 2 or arithmetic.as_given:
+        yield from map(arithmetic.power, blocks)
+        return
+    kept = getattr(_scratch, "block", None)
+    if kept is None or kept.dtype != weight.dtype or kept.numel() < blocks[0].numel():
+        with torch.inference_mode(False):  # else nothing outside of it could write there
+            _scratch.block = kept = torch.empty(blocks[0].numel(), dtype=weight.dtype, device="cpu")
+    for block in blocks:
+        yield torch.mul(block, block, out=kept[: block.numel()].view(block.shape))
 
 
 def _max_product(x: Tensor, edges: Tensor) -> Tensor:
@@ -81,7 +143,8 @@ def _max_product(x: Tensor, edges: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _contract_with_exponents(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+def _contract_by_unit(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+    """With an exponent for every output, folded into the weights before the power."""
     assert x.exponent is not None
     ndim = x.mantissa.dim()
     for dim in range(ndim - 1):
@@ -93,7 +156,7 @@ def _contract_with_exponents(arithmetic: Arithmetic, x: ExtendedFloat, weight: T
                 continue
             # Positions whose exponents differ are contracted apart, so that none is lost.
             parts = [
-                _contract_with_exponents(
+                contract(
                     arithmetic,
                     ExtendedFloat(x.mantissa.narrow(dim, k, 1), exponent.narrow(dim, k, 1)),
                     weight,
@@ -102,19 +165,10 @@ def _contract_with_exponents(arithmetic: Arithmetic, x: ExtendedFloat, weight: T
             ]
             return cat(parts, dim)
     assert x.exponent is not None
-    weight = weight.to(arithmetic.dtype)
-    lead = x.mantissa.shape[:-1]
-    rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(-1)
-    outputs, exponents = [], []
-    block_size = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
-    for block in weight.split(max(block_size // max(weight.shape[1], 1), 1)):
-        edges, exponent = fold_exponents(arithmetic, block, tail)
-        exponents.append(exponent)
-        outputs.append(_max_product(rows, edges) if math.isinf(arithmetic.p) else rows @ edges.t())
-    y = torch.cat(outputs, 1).reshape(*lead, weight.shape[0])
-    head = torch.cat(exponents).reshape((1,) * (ndim - 1) + (-1,))
-    return arithmetic.normalise(ExtendedFloat(y, head))
+    edges, head = fold_exponents(arithmetic, weight, tail)
+    y = _contract(replace(arithmetic, as_given=True), x.mantissa, edges)
+    return arithmetic.normalise(ExtendedFloat(y, head.reshape((1,) * (ndim - 1) + (-1,))))
 
 
 def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
+from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
 from pathsgd.graph.nodes import Conv, Shape
+from pathsgd.graph.sharded import is_sharded
 
 
 def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A convolution (or its transpose) in the powered network."""
+    if is_sharded(weight):
+        return conv_shards(conv, arithmetic, operation, x, weight)
     weight = weight.to(arithmetic.dtype)
     head = None
     if x.exponent is None:
@@ -110,6 +114,8 @@ def conv_weight_adjoint(
 ) -> ExtendedFloat:
     """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at."""
     ndim = x.mantissa.dim()
+    gradient, x = own_ends(weight, gradient, x, 1, outputs=1 if operation.transposed else 0)
+    weight = local_part(weight)
     rest = [d for d in range(ndim) if d != 1]
     x, gradient = arithmetic.align(x, rest), arithmetic.align(gradient, rest)
     if math.isinf(arithmetic.p):

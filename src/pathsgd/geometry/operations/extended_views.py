@@ -52,3 +52,8 @@ def cat(values: Sequence[ExtendedFloat], dim: int) -> ExtendedFloat:
         common[dim] = value.mantissa.shape[dim]
         widened.append(e.expand(common))
     return ExtendedFloat(mantissa, torch.cat(widened, dim))
+
+
+def stack(values: Sequence[ExtendedFloat]) -> ExtendedFloat:
+    """Values of one shape along a new first axis."""
+    return cat([apply_view(Reshape((1, *value.mantissa.shape)), value) for value in values], 0)

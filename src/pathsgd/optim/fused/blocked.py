@@ -114,6 +114,9 @@ class Blocked:
         if column_sums is not None:
             self.next_out[k - 1] = _times(column_sums, self.frame.out_factor(k))
 
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -4,6 +4,9 @@ The next gamma_in grows from the first layer, the next gamma_out from the last; 
 them in the pass that moves it, and the middle one closes both. For three layers that is all: every weight is
 read once and written once, as in SGD. Longer chains read the layers once more for the direction that was
 not covered.
+
+Sums that are carried and sums that are made anew are of the same weights in the same order, so that a
+training that was interrupted goes on as if it had not been, to the last bit.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ class ChainStep:
         self.implementation = implementation
         self._versions: list[Version] | None = None
 
-    def start(self, gammas: Gammas, parameters: Sequence[Tensor]) -> bool:
-        """Takes gammas that were just measured; False if they do not fit one exponent per vector."""
+    def start(self, gammas: Gammas, layers: Sequence[LayerTensors], parameters: Sequence[Tensor]) -> bool:
+        """Takes gammas that were just measured, for their range; False if they do not fit one exponent per
+        vector."""
         self.forget()
         into, out = [], []
         for layer in self.chain:
@@ -53,8 +57,18 @@ class ChainStep:
         )
         if (gammas.exponents or rounded) and (lost or not self.implementation.in_range()):
             return False
+        with self.implementation.on_device():
+            self._sum(layers)
         self._versions = versions(parameters)
         return True
+
+    def _sum(self, layers: Sequence[LayerTensors]) -> None:
+        """Both sums of every layer, as a step would have made them."""
+        for k in range(len(layers) - 1):
+            self.implementation.sum_powers(k, layers[k], into=True, out=False)
+        for k in range(len(layers) - 1, 0, -1):
+            self.implementation.sum_powers(k, layers[k], into=False, out=True)
+        self.implementation.finish()
 
     def carries(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the carried gammas are those of the weights as they are."""

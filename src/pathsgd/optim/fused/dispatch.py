@@ -87,7 +87,7 @@ class Dispatch:
             if kind is None:
                 continue
             step = self._chain_step(chain, layers, kind)
-            if not step.carries(tensors) and not step.start(measure(own[0].p), tensors):
+            if not step.carries(tensors) and not step.start(measure(own[0].p), layers, tensors):
                 continue
             found.append(Ready(step, layers, tensors))
             self.last_kinds.update(dict.fromkeys(map(id, tensors), kind))

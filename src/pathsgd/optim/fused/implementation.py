@@ -73,6 +73,9 @@ class Implementation(Protocol):
     def sum_powers(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         """The same sums, from weights that were moved before."""
 
+    def on_device(self) -> AbstractContextManager[None]:
+        """What is launched inside, apart from ``run``, is launched on the device of the chain."""
+
     def side_stream(self) -> AbstractContextManager[None]:
         """What is launched inside may run beside what is launched after it, up to ``join``."""
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, has_step_hooks
 from pathsgd.optim.captured_measurement import ERROR_MODE
+from pathsgd.optim.relative.coordinates import RelativeMeasurement
 
 
 class CapturedStep:
@@ -23,7 +24,8 @@ class CapturedStep:
     Args:
         optimizer: that moves them.
         parameters: those that have a gradient.
-        coordinates: the tensors that are measured into before every step.
+        measurement: what is replayed before every step,
+        coordinates: and the tensors that it writes.
         run: the step.
         point: tells the step where the gradients lie; without it they are copied.
     """
@@ -32,52 +34,53 @@ class CapturedStep:
         self,
         optimizer: Optimizer,
         parameters: Sequence[Tensor],
+        measurement: RelativeMeasurement,
         coordinates: object,
         run: Callable[[], object],
-        point: Callable[[], None] | None = None,
+        point: Callable[[bool], None] | None = None,
     ) -> None:
-        self.optimizer, self.parameters, self.coordinates, self.run = optimizer, parameters, coordinates, run
+        self.optimizer, self.parameters, self.run, self.point = optimizer, parameters, run, point
+        self.measurement, self.coordinates = measurement, coordinates
         self.rates = {
             k: torch.zeros((), device=parameters[0].device)
             for k, group in enumerate(optimizer.param_groups)
             if not isinstance(group["lr"], Tensor)
         }
-        self.point = point
+        self.filled: list[float] = []
         self.grads = [] if point else [torch.empty_like(p.grad) for p in parameters if p.grad is not None]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured_at: list[object] = []
 
-    def fits(self, parameters: Sequence[Tensor], coordinates: object) -> bool:
+    def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these parameters, their state and their options are those of this step."""
-        return self.coordinates is coordinates and self.captured_at == self._describe(parameters)
+        return self.captured_at == self._describe(parameters) and not has_step_hooks(self.optimizer)
 
-    @torch.no_grad()
     def replay(self) -> None:
         """The step. The first is run, which loads all kernels and makes all state; the second is captured."""
         self._copy_inputs()
         if not self.captured_at:
-            with self._on_device():
+            with self.on_device():
                 self.run()
             self.captured_at = self._describe(self.parameters)
             return
         if self.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with self._on_device(), torch.cuda.graph(graph, capture_error_mode=ERROR_MODE):
-                self.run()
-            self.graph = graph
+            self.graph = capture(self)
         self.graph.replay()
         torch.autograd.graph.increment_version(self.parameters)
 
     def _copy_inputs(self) -> None:
         if self.point is not None:
-            self.point()
+            self.point(self.graph is not None)
         else:
             foreach("copy_", self.grads, [p.grad for p in self.parameters])
-        for k, rate in self.rates.items():
-            rate.fill_(self.optimizer.param_groups[k]["lr"])
+        rates = [self.optimizer.param_groups[k]["lr"] for k in self.rates]
+        if rates != self.filled:
+            for rate, value in zip(self.rates.values(), rates, strict=True):
+                rate.fill_(value)
+            self.filled = rates
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Inside, gradients are the copies, and rates and numbers of steps are on the device."""
         grads, groups = [p.grad for p in self.parameters], self.optimizer.param_groups
         before = [dict(group) for group in groups]
@@ -101,10 +104,17 @@ class CapturedStep:
     def _describe(self, parameters: Sequence[Tensor]) -> list[object]:
         """All that the graph has taken for granted."""
         found: list[object] = [p.data_ptr() for p in parameters]
-        for p in parameters:
+        states = self.optimizer.state
+        found += [
+            value.data_ptr() if isinstance(value, Tensor) else value
+            for p in parameters
+            for value in states[p].values()
+        ]
+        if self.point is not None:
+            grads = [p.grad for p in parameters]
             found += [
-                value.data_ptr() if isinstance(value, Tensor) else value
-                for value in self.optimizer.state[p].values()
+                g.stride() if g is not None and g.layout is torch.strided and g.dtype is p.dtype else None
+                for p, g in zip(parameters, grads, strict=True)
             ]
         for group in self.optimizer.param_groups:
             found += [
@@ -113,6 +123,14 @@ class CapturedStep:
                 if name not in ("params", "initial_lr") and (name != "lr" or isinstance(value, Tensor))
             ]
         return found
+
+
+def capture(step: CapturedStep) -> torch.cuda.CUDAGraph:
+    """The step as a CUDA graph; nothing is moved yet."""
+    graph = torch.cuda.CUDAGraph()
+    with step.on_device(), torch.cuda.graph(graph, capture_error_mode=ERROR_MODE):
+        step.run()
+    return graph
 
 
 def is_capturable(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:

@@ -9,18 +9,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import is_capturing, is_compiling
-from pathsgd.optim.fused.dispatch import Choice, has_triton
+from pathsgd._torch import is_capturing
+from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
-from pathsgd.optim.relative.coordinates import BlockSubset, Coordinates, RelativeMeasurement
+from pathsgd.optim.relative.coordinates import (
+    BlockSubset,
+    Coordinates,
+    RelativeCoordinates,
+    RelativeMeasurement,
+)
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.spectral import find_spectral_norms
 from pathsgd.optim.relative.view import RelativeView
 
 if TYPE_CHECKING:
-    from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
+    from pathsgd.optim.relative.gpu.choice import KernelChoice
+    from pathsgd.optim.relative.gpu.measurement import UnitCoordinates
     from pathsgd.optim.relative.gpu.step import KernelStep
 
 Groups = dict[str, dict[str, Any]]
@@ -56,10 +62,10 @@ class RelativeSteps:
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
         self.implementation, self.spectral = implementation, spectral
+        self.last_kinds: dict[int, Kind] = {}
+        """Which implementation moved each parameter in the last step, by its id, if not the reference."""
         self._captured: CapturedStep | None = None
-        self._layout: list[tuple[str, tuple[int, ...], torch.device]] | None = None
-        self._units: UnitMeasurement | None = None
-        self._kernels: KernelStep | None = None
+        self._kernels: KernelChoice | None = None
 
     def measurement(self, names: Sequence[str] = ()) -> RelativeMeasurement:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
@@ -73,40 +79,46 @@ class RelativeSteps:
         name = self.gamma_cache.names.get(id(parameter))
         return [] if name is None else self.measurement().by_name[name]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it has kernels of its own
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, base_step: BaseStep) -> Any:
         """One step of the base on u; what is not the model's it moves as it does without us."""
-        names = self.gamma_cache.names
-        groups = {
-            names[id(parameter)]: group
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        }
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if closure is None:
             parameters = [p for p in parameters if p.grad is not None]
+        names = self.gamma_cache.names
         moved = {names[id(p)]: p for p in parameters if id(p) in names}
         if not moved:
             return base_step(closure)
+        loss = None
         with torch.no_grad():
-            kernels = None
-            if closure is None and len(moved) == len(parameters):
-                kernels = self._find_kernels(optimizer, list(groups), moved)
-            if kernels is not None:
-                loss = None
-                self._run_kernels(kernels, optimizer, groups)
-            else:
-                loss = self._run_base(optimizer, groups, moved, parameters, closure, base_step)
+            if closure is not None or not self._replay(parameters):
+                loss = self._step(optimizer, parameters, moved, closure, base_step)
         self.gamma_cache.after_step()
         return loss
 
-    def _run_base(
-        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], parameters: list[Tensor],
+    def _replay(self, parameters: list[Tensor]) -> bool:
+        """Takes the step that was captured, if it is still this one."""
+        step = self._captured
+        if step is None or is_capturing() or not step.fits(parameters):
+            return False
+        if self.gamma_cache.get(step.measurement, self.p) is not step.coordinates:
+            return False
+        step.replay()
+        return True
+
+    def _step(
+        self, optimizer: Optimizer, parameters: list[Tensor], moved: dict[str, Tensor],
         closure: Callable[[], Any] | None, base_step: BaseStep,
     ) -> Any:  # fmt: skip
-        """The step of any optimizer, in ordinary operations."""
-        measurement = self.measurement(list(groups))
-        coordinates = self.gamma_cache.get(measurement, self.p)
+        names = self.gamma_cache.names
+        groups = {names[id(p)]: g for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+        found = None
+        if closure is None and len(moved) == len(parameters):
+            found = self._find_kernels(optimizer, list(groups), moved)
+        self.last_kinds = {} if found is None else {id(p): "triton" for p in parameters}
+        point: Callable[[bool], None] | None = None
+        measurement: RelativeMeasurement
+        coordinates: UnitCoordinates | RelativeCoordinates
 
         def grow(subset: BlockSubset, along: Tensor) -> Tensor:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
@@ -118,73 +130,46 @@ class RelativeSteps:
                 return subset.ratios
             return self._measure_steps(optimizer, groups, moved, subset, before, after)
 
-        def run() -> Any:
-            view = RelativeView(moved, measurement, coordinates, grow, rescale)
-            with view.entered():
-                return base_step(None if closure is None else view.wrap(closure))
+        if found is not None:
+            kernels, units = found
+            coordinates, measurement, point = units, kernels.measurement, kernels.point
 
-        if closure is None and self._is_static(measurement) and is_capturable(optimizer, parameters):
-            return self._replay(optimizer, parameters, coordinates, run)
+            def run() -> Any:
+                kernels.run(units, lambda subset, name: per_block(subset, groups, name, kernels.ratios), grow)
+
+        else:
+            measurement = self.measurement(list(groups))
+            dense = coordinates = self.gamma_cache.get(measurement, self.p)
+
+            def run() -> Any:
+                view = RelativeView(moved, measurement, dense, grow, rescale)
+                with view.entered():
+                    return base_step(None if closure is None else view.wrap(closure))
+
+        # Where the measurement is replayed into the same tensors each time, so can the step be.
+        static = closure is None and not is_capturing() and self.gamma_cache.is_captured(self.p, measurement)
+        if static and is_capturable(optimizer, parameters):
+            self._captured = CapturedStep(optimizer, parameters, measurement, coordinates, run, point)
+            self._captured.replay()
+            return None
+        if point is not None:
+            point(False)
         return run()
 
     def _find_kernels(
         self, optimizer: Optimizer, names: list[str], moved: dict[str, Tensor]
-    ) -> KernelStep | None:
-        """The step by Triton kernels, if they can do it."""
-        device = next(iter(moved.values())).device
-        chosen = self.implementation == "triton" or (self.implementation == "auto" and device.type == "cuda")
-        if not chosen or self.spectral or not has_triton() or is_compiling():
+    ) -> tuple[KernelStep, UnitCoordinates] | None:
+        """The step by Triton kernels, if they can take it."""
+        on_gpu = next(iter(moved.values())).is_cuda
+        if self.spectral or not has_triton() or not (
+            self.implementation == "triton" or (self.implementation == "auto" and on_gpu)
+        ):
             return None
-        from pathsgd.optim.relative.gpu.layout import NotAMatrix
-        from pathsgd.optim.relative.gpu.measurement import UnitMeasurement
-        from pathsgd.optim.relative.gpu.step import KernelStep, is_supported
+        if self._kernels is None:
+            from pathsgd.optim.relative.gpu.choice import KernelChoice
 
-        if not is_supported(optimizer, list(moved.values())):
-            return None
-        tensors = self.gamma_cache.graph.tensors(self.gamma_cache.model)
-        layout = [(name, tensors[name].stride(), tensors[name].device) for name in names]
-        if layout != self._layout:
-            self._layout, self._kernels = layout, None
-            try:
-                self._units = UnitMeasurement(self.gamma_cache.graph, names, self.coordinates, tensors)
-            except NotAMatrix:
-                self._units = None
-        if self._units is None or self.gamma_cache.get(self._units, self.p).exponents:
-            return None
-        if self._kernels is None or list(self._kernels.parameters) != list(moved):
-            self._kernels = KernelStep(optimizer, self._units, moved)
-        return self._kernels
-
-    def _run_kernels(self, kernels: KernelStep, optimizer: Optimizer, groups: Groups) -> None:
-        coordinates = self.gamma_cache.get(kernels.measurement, self.p)
-
-        def option(subset: BlockSubset, name: str) -> float | Tensor:
-            return per_block(subset, groups, name, kernels.ratios)
-
-        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
-            return self._grow(optimizer, groups, kernels.parameters, subset, along, coordinates.catch_up)
-
-        def run() -> None:
-            kernels.run(coordinates, option, grow)
-
-        parameters = list(kernels.parameters.values())
-        if self._is_static(kernels.measurement) and is_capturable(optimizer, parameters):
-            self._replay(optimizer, parameters, coordinates, run, kernels.point)
-            return
-        kernels.point()
-        run()
-
-    def _is_static(self, measurement: RelativeMeasurement) -> bool:
-        """Whether the coordinates are replayed into the same tensors each time, so that the step can be."""
-        return not is_capturing() and self.gamma_cache.is_captured(self.p, measurement)
-
-    def _replay(
-        self, optimizer: Optimizer, parameters: list[Tensor], coordinates: object, run: Callable[[], object],
-        point: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        if self._captured is None or not self._captured.fits(parameters, coordinates):
-            self._captured = CapturedStep(optimizer, parameters, coordinates, run, point)
-        self._captured.replay()
+            self._kernels = KernelChoice(self.gamma_cache, self.p, self.coordinates)
+        return self._kernels.find(optimizer, names, moved)
 
     def _grow(
         self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
@@ -221,8 +206,8 @@ class RelativeSteps:
         return list(parts.to(before[0].dtype).unbind())
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_measurement", "_captured", "_units", "_kernels", "_layout")
-        return {**self.__dict__, **dict.fromkeys(made)}
+        made = ("_measurement", "_captured", "_kernels")
+        return {**self.__dict__, **dict.fromkeys(made), "last_kinds": {}}
 
 
 def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> float | Tensor:

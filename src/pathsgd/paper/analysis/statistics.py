@@ -21,10 +21,17 @@ def mean_of_last(run: RunRecord, name: str) -> float:
 
 def count_epochs(own: RunRecord, other: RunRecord) -> tuple[int, int]:
     """The epochs that each of two runs takes to the lowest training loss that both reach."""
-    curves = [run.curve("train_loss")[1:] for run in (own, other)]
-    target = max(map(min, curves))
-    first, second = (next(k for k, loss in enumerate(c, 1) if loss <= target) for c in curves)
+    target = max(min(run.curve("train_loss")[1:]) for run in (own, other))
+    first, second = count_epochs_to(target, own), count_epochs_to(target, other)
+    assert first is not None
+    assert second is not None
     return first, second
+
+
+def count_epochs_to(loss: float, run: RunRecord) -> int | None:
+    """The epochs that a run takes to a training loss; None if it does not reach it."""
+    found = enumerate(run.curve("train_loss"))
+    return next((epoch for epoch, own in found if epoch and own <= loss), None)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from pathsgd.console.tables import align
-from pathsgd.paper.analysis.claims import Claim, judge_claims
-from pathsgd.paper.analysis.statistics import LAST, mean_of_last
+from pathsgd.paper.analysis.claims import Claim, find_undecided, judge_claims
+from pathsgd.paper.analysis.statistics import LAST, count_epochs_to, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
 from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.records.study_results import Choice, StudyResults
+from pathsgd.paper.records.study_results import Choice, StudyResults, describe
 
 CELL_HEAD = ["data set", "dropout", "start", "method"]
 COMPARISON_HEAD = ["compared", "mean and 95% interval", "each seed", "agrees if", "verdict"]
+LOSSES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 
 DEMO = (
     "What the verdicts mean: each says whether a small network on 1797 small images shows what the paper saw "
@@ -44,7 +45,7 @@ class Table:
 
 def make_tables(results: StudyResults) -> list[Table]:
     """The data sets and the results of a study."""
-    return [_tabulate_data(results), tabulate_results(results)]
+    return [_tabulate_data(results), tabulate_results(results), *tabulate_epochs(results)]
 
 
 def _tabulate_data(results: StudyResults) -> Table:
@@ -53,7 +54,7 @@ def _tabulate_data(results: StudyResults) -> Table:
         [short_name(name), dimensionality(info.shape), *map(str, (info.classes, info.train, info.test))]
         for name, info in results.data.items()
     ]
-    return Table("Data sets", list(TABLE_1), rows)
+    return Table("Data sets", list(TABLE_1), rows, results.note)
 
 
 def tabulate_results(results: StudyResults) -> Table:
@@ -87,6 +88,36 @@ def tabulate_results(results: StudyResults) -> Table:
             f" Means over those of {results.seeds} seeds that did not diverge, from the least to the largest."
         )
     return Table("Results", head, rows, note)
+
+
+def tabulate_epochs(results: StudyResults) -> list[Table]:
+    """How fast each balanced cell was on its way: who is ahead may depend on the loss that is raced to."""
+    found = {
+        cell: [[count_epochs_to(loss, run) for run in runs] for loss in LOSSES]
+        for cell, runs in results.finals.items()
+        if cell.init == "balanced"
+    }
+    reached = [k for k in range(len(LOSSES)) if any(any(by_loss[k]) for by_loss in found.values())]
+    rows = [
+        [*_cell_columns(cell), *(_format_epochs(by_loss[k]) for k in reached)]
+        for cell, by_loss in found.items()
+    ]
+    head = [*CELL_HEAD, *(f"{LOSSES[k]:g}" for k in reached)]
+    note = "From the fastest to the slowest seed; nothing where a seed does not come so far."
+    return [Table("Epochs to a training loss", head, rows, note)] if reached else []
+
+
+def _format_epochs(by_seed: Sequence[int | None]) -> str:
+    """From the least to the largest.
+
+    >>> _format_epochs([8, 8]), _format_epochs([15, 14]), _format_epochs([30, None])
+    ('8', '14 to 15', '')
+    """
+    epochs = [epoch for epoch in by_seed if epoch is not None]
+    if not epochs or len(epochs) < len(by_seed):
+        return ""
+    least, largest = min(epochs), max(epochs)
+    return str(least) if least == largest else f"{least} to {largest}"
 
 
 def format_seeds(values: Sequence[float], unit: str = "") -> str:
@@ -164,6 +195,16 @@ def describe_claims(claims: Sequence[Claim]) -> str:
     return "\n".join(lines)
 
 
+def list_missing(results: StudyResults) -> list[str]:
+    """What a study has left to run."""
+    study, undecided = results.study, find_undecided(results) if results.study.more_repeats else set()
+    seeds = study.repeats + study.more_repeats
+    short = [cell for cell, runs in results.finals.items() if cell in undecided and 0 < len(runs) < seeds]
+    return [f"{short_name(name)} has runs to go and is left out" for name in results.unfinished] + [
+        f"{describe(cell)}: further seeds may decide a verdict and have not been run" for cell in short
+    ]
+
+
 def explain_demo(results: StudyResults) -> str:
     """What the verdicts on the digits mean, for a newcomer; nothing for other data sets."""
     return DEMO if results.study.datasets == ("digits",) else ""
@@ -179,6 +220,7 @@ def summarize_study(results: StudyResults) -> str:
         Several lines of text.
     """
     demo = textwrap.fill(explain_demo(results), 110)
-    unfinished = f"in progress, left out: {', '.join(results.unfinished)}" if results.unfinished else ""
-    parts = [*map(str, make_tables(results)), unfinished, describe_claims(judge_claims(results)), demo]
+    missing = list_missing(results)
+    progress = "\n".join(["In progress", "", *missing]) if missing else ""
+    parts = [*map(str, make_tables(results)), progress, describe_claims(judge_claims(results)), demo]
     return "\n\n".join(filter(None, parts))

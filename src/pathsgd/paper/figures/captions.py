@@ -14,7 +14,7 @@ LEARNING_CURVES = (
     "repeats, bands reach from the lowest to the highest. Unbalanced runs of invariant methods are open "
     "marks on the line of the balanced ones. The vertical range is that of the balanced runs; curves "
     "beyond it are named above the panel with the values they end at, or counted. A cross marks where a "
-    "run diverged."
+    "run diverged; the other runs go on as thin lines, one by one."
 )
 EXAMPLES = (
     "(b) One step on a chain of one hidden unit: SGD hardly moves the large weight and blows up the small "

@@ -5,6 +5,7 @@ data.json      the data sets as they were loaded
 choices.json   the step sizes that were tried and chosen
 cost.json      the time of a training step
 manifest.json  how and where the runs were trained
+note.txt       what else a reader should know of the data, by whoever ran it; may be missing
 runs/          a folder for each run
 """
 
@@ -162,6 +163,7 @@ class StudyResults:
         manifests: How and where the runs were trained.
         cost: The time of a step; None if it was not measured.
         unfinished: Data sets of the study that have runs to go. They are left out of all the rest.
+        note: What else a reader should know of the data.
     """
 
     out: Path
@@ -173,6 +175,7 @@ class StudyResults:
     manifests: list[Manifest]
     cost: StepCost | None = None
     unfinished: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def seeds(self) -> str:
@@ -218,7 +221,9 @@ class StudyResults:
         path = out / "cost.json"
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         manifests = read_manifests(out / "manifest.json")
-        return cls(out, study, data, choices, finals, exact, manifests, cost, unfinished)
+        path = out / "note.txt"
+        note = path.read_text("utf-8", errors="replace").strip() if path.exists() else ""
+        return cls(out, study, data, choices, finals, exact, manifests, cost, unfinished, note)
 
 
 def _find_unfinished(out: Path, runs_of: dict[Cell, list[Run]]) -> tuple[str, ...]:

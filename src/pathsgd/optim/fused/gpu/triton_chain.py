@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import triton
@@ -26,7 +26,8 @@ from pathsgd.optim.rule import Rule
 
 WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
-"""Rows of a block, by the numbers of state for a weight: the fastest on an H200."""
+"""Rows of a block, by the numbers of state for a weight: the fastest on an H200. Sums without an update take
+as many, so that they are added up in the same order."""
 LARGE = 160 * 1024
 """Bytes of shared memory that hold three pipeline stages of two programs, as on an A100; else two."""
 QUICK_FROM = 2.0**-34
@@ -82,7 +83,7 @@ class TritonChain:
         if self._recorded is None:
             launch(layers)
         else:
-            with torch.cuda.device(self.device):  # Triton launches on the current one
+            with self.on_device():
                 self._recorded.run(layers, launch)
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
@@ -116,7 +117,7 @@ class TritonChain:
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
-            ROWS=ROWS[rule.state_count if move else 0], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
+            ROWS=ROWS[rule.state_count], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
@@ -126,6 +127,10 @@ class TritonChain:
         for value in values:
             found += [0.0, value] if on_device else [float(value), self.parts]
         return found, on_device
+
+    def on_device(self) -> AbstractContextManager[None]:
+        # Triton launches on the current one.
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

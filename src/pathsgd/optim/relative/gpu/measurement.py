@@ -8,24 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.canonical import UnitFactors, measure_unit_factors
+from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.relative.coordinates import Coordinates, RelativeMeasurement
-from pathsgd.optim.relative.gpu.kernels import SUMS, norm_kernel
+from pathsgd.optim.relative.gpu.kernels import SUMS, WARPS, norm_kernel
 from pathsgd.optim.relative.gpu.layout import Layout
 
 
 @dataclass(frozen=True)
 class UnitCoordinates:
-    """``u = w (heads / tails) / sizes`` with heads and tails in the order of a layout, and sizes by block."""
+    """``u = w f / size`` with f the factor of the row times that of the input, in the order of a layout."""
 
-    heads: Tensor
-    tails: Tensor
+    factors: Tensor
     sizes: Tensor
-    inverse_sizes: Tensor
+    """By block, as what follows."""
     turns: Tensor
     """Which blocks turn instead of growing."""
     catch_up: Tensor
@@ -55,32 +54,31 @@ class UnitMeasurement(RelativeMeasurement):
     def measure(  # type: ignore[override]
         self, network: PoweredNetwork, check: RangeCheck | None
     ) -> UnitCoordinates:
-        factors = measure_unit_factors(network, check) if self.coordinates == "paths" else None
-        heads = tails = torch.ones(len(self.layout.heads), device=network.device)
-        exponents = network.arithmetic.exponents
-        if factors is not None:
-            heads, tails = self._find_ends(factors)
-        if exponents:  # the kernels have plain floats: the caller looks at this alone
-            return UnitCoordinates(heads, tails, heads, heads, heads, heads, True)
-        fields, partial = self._point(network.edges.tensors), self.tiles.make_partial()
+        layout, tiles = self.layout, self.tiles
+        found = None
+        factors = torch.ones(len(layout.heads), device=network.device)
+        if self.coordinates == "paths":
+            found = measure_unit_factors(network, check)
+            by_class = found.factor.mantissa
+            factors = by_class[layout.heads] / by_class[layout.tails] ** layout.degrees
+        if network.arithmetic.exponents:  # the kernels have plain floats: the caller looks at this alone
+            return UnitCoordinates(factors, factors, factors, factors, True)
+        fields, partial = self._point(network.edges.tensors), tiles.make_partial()
         sums = partial.new_zeros(len(self.blocks), SUMS.value)
-        norm_kernel[self.tiles.grid](fields, self.tiles.tiles, heads, tails, heads, partial, False)
-        self.tiles.add_up(partial, sums)
-        size, turns, catch_up = self._place(network.device)[0].measure(sums[:, 0].sqrt(), factors)
-        return UnitCoordinates(heads, tails, size.float(), (1 / size).float(), turns, catch_up, False)
-
-    def _find_ends(self, factors: UnitFactors) -> tuple[Tensor, Tensor]:
-        mantissa = factors.factor.mantissa
-        return mantissa[self.layout.heads], mantissa[self.layout.tails] ** self.layout.degrees
+        norm_kernel[tiles.grid](fields, tiles.tiles, factors, factors, partial, False, num_warps=WARPS)
+        tiles.add_up(partial, sums, 1)
+        sizes, turns, catch_up = self._place(network.device)[0].measure(sums[:, 0].sqrt(), found)
+        return UnitCoordinates(factors, sizes.float(), turns, catch_up, False)
 
     def _point(self, tensors: Tensors) -> Tensor:
         """The fields with the addresses of the weights, which seldom change."""
-        bytes_before = [4 * offset for offset in self.layout.offsets]
+        layout = self.layout
         found = [
-            tensors[block.name].data_ptr() + k for block, k in zip(self.blocks, bytes_before, strict=True)
+            tensors[name].data_ptr() + 4 * offset
+            for name, offset in zip(layout.names, layout.offsets, strict=True)
         ]
         if found != self._addresses:
-            fields = self.layout.fields.clone()
+            fields = layout.fields.clone()
             fields[:, 0] = torch.tensor(found)
-            self._addresses, self._fields = found, fields.to(self.layout.device)
+            self._addresses, self._fields = found, fields.to(layout.device)
         return self._fields

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import foreach, is_capturing
+from pathsgd._torch import foreach, has_step_hooks, is_capturing
 from pathsgd.optim.relative.coordinates import NOISE, BlockSubset
 from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
+    WARPS,
     adam_kernel,
     momentum_kernel,
     move_kernel,
@@ -36,16 +37,19 @@ def is_supported(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     groups = optimizer.param_groups
     return (
         type(optimizer) in (RelativeMuon, torch.optim.AdamW)
+        and not has_step_hooks(optimizer)
         and not any(group.get(name) for group in groups for name in ("amsgrad", "maximize", "differentiable"))
         and all(group.get(name) == groups[0].get(name) for group in groups for name in OPTIONS)
-        and all(
-            p.dtype == torch.float32
-            and p.grad is not None
-            and p.grad.layout == torch.strided
-            and p.grad.dtype == torch.float32
-            and p.grad.stride() == p.stride()
-            for p in parameters
-        )
+        and all(p.dtype == torch.float32 and _is_like(p.grad, p) for p in parameters)
+    )
+
+
+def _is_like(grad: Tensor | None, p: Tensor) -> bool:
+    return (
+        grad is not None
+        and grad.layout == torch.strided
+        and grad.dtype == p.dtype
+        and grad.stride() == p.stride()
     )
 
 
@@ -82,9 +86,14 @@ class KernelStep:
         self.turning_index = torch.tensor(turning, device=self.device)
         self.ratios = torch.tensor(self.all.ratios, device=self.device)
         self.fields = layout.fields.clone()
+        self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
         self.directions, self.batches, self.order = self._place_directions(orthogonal)
         self.pointed = self.fields.to(self.device)
-        self._addresses: list[int] = []
+        number = {name: k for k, name in enumerate(names)}
+        self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
+        self._bytes = 4 * torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        self._addresses: list[list[int]] = []
+        self._gradients: list[int] = []
         self._spare = self._make_room()
         self._captured: list[Tensor] = []
 
@@ -93,37 +102,47 @@ class KernelStep:
 
     def _place_directions(self, orthogonal: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
         """All directions in one list, those of each shape as a batch of matrices, and whose they are."""
+        layout = self.measurement.layout
         by_shape: dict[tuple[int, int], list[int]] = {}
         for k in orthogonal:
-            rows, columns = self.fields[k, 5:7].tolist()
-            by_shape.setdefault((rows, columns), []).append(k)
-        count = sum(rows * columns * len(own) for (rows, columns), own in by_shape.items())
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        directions = torch.empty(count, dtype=dtype, device=self.device)
+            pieces = layout.pieces_of[k]
+            rows = int(self.fields[pieces.start : pieces.stop, 5].sum())
+            by_shape.setdefault((rows, int(self.fields[pieces.start, 6])), []).append(k)
         batches, start = [], 0
         for (rows, columns), own in by_shape.items():
-            for number, k in enumerate(own):
-                self.fields[k, 17] = start + number * rows * columns
-            stop = start + len(own) * rows * columns
-            batches.append(directions[start:stop].view(len(own), rows, columns))
-            start = stop
+            batches.append((start, len(own), rows, columns))
+            for k in own:
+                for piece in layout.pieces_of[k]:
+                    self.fields[piece, 12] = start
+                    start += int(self.fields[piece, 5]) * columns
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        directions = torch.empty(start, dtype=dtype, device=self.device)
         order = torch.tensor([k for own in by_shape.values() for k in own], device=self.device)
-        return directions, batches, order
+        return (
+            directions,
+            [directions[first : first + math.prod(shape)].view(shape) for first, *shape in batches],
+            order,
+        )
 
-    def point(self) -> None:
-        """Tells the kernels where everything lies now."""
-        places = {name: self._find_tensors(name, p) for name, p in self.parameters.items()}
-        blocks, offsets = self.measurement.blocks, self.measurement.layout.offsets
-        found = []
-        for k in self.moved:
-            *dense, step = places[blocks[k].name]
-            found += [*(address + 4 * offsets[k] for address in dense), step]
+    def point(self, gradients_only: bool = False) -> None:
+        """Tells the kernels where everything lies now, or the gradients, if nothing else has moved."""
         capturing = is_capturing()
-        if found == self._addresses and not capturing:
+        gradients = [p.grad.data_ptr() for p in self.parameters.values()]  # type: ignore[union-attr]
+        if gradients_only and gradients == self._gradients:
             return
-        self._addresses = found
-        fields = self._spare.copy_(self.fields)
-        fields[self.moved, :5] = torch.tensor(found).view(-1, 5)
+        if not gradients_only:
+            addresses = [self._find_tensors(name, p) for name, p in self.parameters.items()]
+            if gradients == self._gradients and addresses == self._addresses and not capturing:
+                return
+            self._addresses = addresses
+        self._gradients = gradients
+        fields = self._spare
+        found = torch.tensor(self._addresses)
+        found[:, 1] = torch.tensor(gradients)
+        found = found[self._parameter_of]
+        found[:, :4] += self._bytes[:, None]
+        fields.copy_(self.fields)
+        fields[self.pieces, :5] = found
         self.pointed.copy_(fields, non_blocking=True)
         if capturing:
             self._captured.append(fields)  # a replay copies it again
@@ -131,20 +150,19 @@ class KernelStep:
         self._spare = self._make_room()
 
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
-        """The addresses of weight, gradient, state and number of steps; state is made at the first step."""
-        assert p.grad is not None
+        """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
         state = self.optimizer.state[p]
         if name in self.matrices:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p)
             buffer = state["momentum_buffer"].data_ptr()
-            return [p.data_ptr(), p.grad.data_ptr(), buffer, buffer, 0]
+            return [p.data_ptr(), 0, buffer, buffer, 0]
         if "exp_avg" not in state:
             state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         if state["step"].device != p.device or state["step"].dtype != torch.float32:
             state["step"] = state["step"].to(p.device, torch.float32)
-        tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        return [tensor.data_ptr() for tensor in tensors]
+        average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
+        return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
 
     def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
         """One step."""
@@ -159,65 +177,50 @@ class KernelStep:
             turns = at.turns[self.turning_index] & (old > 0) & (new > 0)
             factors = torch.where(turns, growth * (old / torch.where(turns, new, 1)).sqrt(), 1)
             full = lr.new_ones(len(lr)).index_copy(0, self.turning_index, factors.float())
-            scale_kernel[self.turning_tiles.grid](self.pointed, self.turning_tiles.tiles, full)
+            tiles = self.turning_tiles
+            scale_kernel[tiles.grid](self.pointed, tiles.tiles, full, num_warps=WARPS)
 
     def _move_matrices(self, at: UnitCoordinates, lr: Tensor) -> Tensor:
         """Muon's step: the sums <h, u>, <h, h>, and <u, u> before and after, by block."""
         if not self.batches:
             return torch.zeros(len(lr), 4, dtype=torch.float64, device=self.device)
         group, tiles = self.optimizer.param_groups[0], self.orthogonal_tiles
-        ends = self.pointed, tiles.tiles, at.heads, at.tails, at.sizes, at.inverse_sizes
-        momentum = self._sum(
-            tiles,
-            lambda partial: momentum_kernel[tiles.grid](
-                *ends, partial, group["momentum"], group["nesterov"], self.directions
-            ),
-        )
+        rule = group["momentum"], group["nesterov"]
+        momentum = self._launch(momentum_kernel, tiles, 2, at, self.directions, *rule)
         norms = []
         for batch in self.batches:
             batch.copy_(orthogonalize(batch, batch.dtype))
             norm = torch.linalg.vector_norm(batch, dim=(1, 2), dtype=torch.float32)
             norms.append(torch.where(norm > 0, norm, 1) / math.sqrt(batch[0].numel()))
         rates = lr.index_copy(0, self.order, lr[self.order] / torch.cat(norms))
-        move = self._sum(
-            tiles, lambda partial: move_kernel[tiles.grid](*ends, partial, rates, self.directions)
-        )
-        return torch.cat([momentum[:, :2], move[:, :2]], 1)
+        moved = self._launch(move_kernel, tiles, 2, at, self.directions, rates)
+        return torch.cat([momentum[:, :2], moved[:, :2]], 1)
 
     def _step_adam(self, at: UnitCoordinates, lr: Tensor, option: Option, squares: Tensor) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
-        group, tiles = self.optimizer.param_groups[0], self.other_tiles
-        if not len(tiles.numbers):
+        if not len(self.other_tiles.numbers):
             return torch.zeros(len(lr), SUMS.value, dtype=torch.float64, device=self.device)
         others = [p for name, p in self.parameters.items() if name not in self.matrices]
         foreach("add_", [self.optimizer.state[p]["step"] for p in others], 1)
-        gated = self.gated_tiles
-        keeps = torch.ones_like(lr)
-        if len(gated.numbers):
-            ends = self.pointed, gated.tiles, at.heads, at.tails, at.sizes
-            found = self._sum(gated, lambda partial: norm_kernel[gated.grid](*ends, partial, True))
+        keeps = shrinks = torch.ones_like(lr)
+        if len(self.gated_tiles.numbers):
+            squares = squares + self._launch(norm_kernel, self.gated_tiles, 1, at, True)[:, 0]
             bound = NOISE * torch.finfo(torch.float32).eps
-            keeps = (~self.measurement.find_noise((squares + found[:, 0]).sqrt(), bound)).float()
-        shrinks = torch.ones_like(lr)
+            keeps = (~self.measurement.find_noise(squares.sqrt(), bound)).float()
         if isinstance(self.optimizer, torch.optim.AdamW):
             shrinks = 1 - lr * self._by_block(option(self.all, "weight_decay") * torch.ones_like(self.ratios))
-        first, second = group["betas"]
-        ends_of_all = self.pointed, tiles.tiles, at.heads, at.tails, at.sizes, at.inverse_sizes
-        return self._sum(
-            tiles,
-            lambda partial: adam_kernel[tiles.grid](
-                *ends_of_all, partial, lr, shrinks, keeps,
-                first, 1 - first, math.log(first) if first else -math.inf,
-                second, 1 - second, math.log(second) if second else -math.inf, group["eps"],
-            ),
-        )  # fmt: skip
+        group = self.optimizer.param_groups[0]
+        averages = [x for beta in group["betas"] for x in (beta, 1 - beta, math.log(max(beta, 1e-300)))]
+        return self._launch(adam_kernel, self.other_tiles, 3, at, lr, shrinks, keeps, *averages, group["eps"])
 
-    def _sum(self, tiles: Tiles, launch: Callable[[Tensor], Any]) -> Tensor:
-        """What a kernel finds, by block."""
+    def _launch(self, kernel: Any, tiles: Tiles, count: int, at: UnitCoordinates, *arguments: Any) -> Tensor:
+        """The sums that a kernel finds, by block."""
         partial = tiles.make_partial()
-        launch(partial)
+        kernel[tiles.grid](
+            self.pointed, tiles.tiles, at.factors, at.sizes, partial, *arguments, num_warps=WARPS
+        )
         sums = partial.new_zeros(len(self.measurement.blocks), SUMS.value)
-        tiles.add_up(partial, sums)
+        tiles.add_up(partial, sums, count)
         return sums
 
     def _by_block(self, values: Tensor) -> Tensor:

@@ -1,0 +1,181 @@
+"""Equal places computed once, against every place computed by itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pathsgd
+from pathsgd.geometry.canonical import measure_unit_factors
+from pathsgd.geometry.gamma import measure, measure_gammas
+from pathsgd.geometry.passes import powered_network
+from pathsgd.graph.folding import fold
+from pathsgd.graph.nodes import Reduce
+from pathsgd.graph.unit_classes import FIXED, unit_classes_of
+from support.cases import CASES, build, traced
+from support.networks import NETWORKS
+from support.networks import build as build_network
+
+
+class Attention(nn.Module):
+    """A block of a GPT: causal attention and a ReLU MLP on a residual stream, with a norm before each."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        split = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*split.unbind(0), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(self.up(self.norm2(x)).relu())
+
+
+class Gpt(nn.Module):
+    """Tied tables of tokens, learned positions, two blocks."""
+
+    def __init__(self, places="embedded"):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.places = nn.Parameter(torch.randn(7, 6))
+        self.added = places == "added"
+        self.blocks = nn.Sequential(Attention(6, 2), Attention(6, 2))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, tokens):
+        index = torch.arange(tokens.shape[1])
+        places = self.places[: tokens.shape[1]] if self.added else F.embedding(index, self.places)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + places)))
+
+
+class Vit(nn.Module):
+    """Patches by a strided convolution behind a learned first token; pooled by the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 4, 4)
+        self.first, self.places = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(1, 13, 6))
+        self.block, self.head = Attention(6, 2), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+        return self.head(self.block(x).mean(1).relu())
+
+
+class Places(nn.Module):
+    """Linear layers at equal places that are then told apart: dropped, flipped, convolved, merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm, self.head, self.d = nn.LayerNorm(4), nn.Linear(6 * 4, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        early, late = self.b(h[:, :4]).relu(), self.c(h[:, 1::2]).relu()
+        h = torch.cat([early, late[:, :2]], 1).square()
+        merged = self.head(self.norm(self.conv(h.transpose(1, 2)).transpose(1, 2)).flatten(1))
+        return merged, self.d(h.flip(1))
+
+
+SEQUENCES = {
+    "gpt": (Gpt, lambda: torch.zeros(2, 7, dtype=torch.int64)),
+    "gpt, added places": (lambda: Gpt("added"), lambda: torch.zeros(2, 7, dtype=torch.int64)),
+    "vit": (Vit, lambda: torch.randn(2, 3, 12, 16)),
+    "places": (Places, lambda: torch.randn(2, 6, 3)),
+}
+
+
+def networks():
+    for case in CASES:
+        yield case.__name__, lambda case=case: (build(case), traced(case))
+    for network in NETWORKS:
+        yield network.__name__, lambda network=network: trace(*build_network(network))
+    for name, (make, example) in SEQUENCES.items():
+        yield name, lambda make=make, example=example: trace(randomise(make()), example())
+
+
+def trace(model, example):
+    return model, pathsgd.trace(model, example.double() if example.is_floating_point() else example)
+
+
+def randomise(model):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model.double()
+
+
+BUILD = dict(networks())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BUILD)
+def test_equal_places_once_or_each_by_itself(name):
+    model, graph = BUILD[name]()
+    tensors = graph.tensors(model)
+    for p in (2, math.inf):
+        for exponents in (False, True):
+            folded, whole = (powered_network(graph, tensors, p, exponents, folded=f) for f in (True, False))
+            found, expected = measure(folded, None), measure(whole, None)
+            for parameter in graph.parameters:
+                torch.testing.assert_close(
+                    found[parameter].dense(), expected[parameter].dense(), rtol=1e-12, atol=0
+                )
+            factors, others = measure_unit_factors(folded, None), measure_unit_factors(whole, None)
+            for mine, its in zip(as_logs(factors), as_logs(others), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+def as_logs(factors):
+    for value in (factors.factor, factors.magnitude):
+        exponent = 0 if value.exponent is None else value.exponent
+        yield value.mantissa.log2() + exponent
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_powers_of_two_change_no_bit(name):
+    model, graph = BUILD[name]()
+    model = model.float()
+    before = measure_gammas(graph, graph.tensors(model))
+    z = {n: before[n].weight_to_z(p) for n, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    factors = {
+        owner: torch.exp2(torch.randint(-3, 4, classes.shape, generator=generator).float())
+        for owner, classes in unit_classes_of(graph).owners.items()
+        if bool((classes != FIXED).all())
+        and owner in ("a", "b", "c", "block.up", "blocks.0.up", "blocks.1.up")
+    }
+    assert factors
+    pathsgd.rescale(model, graph, factors)
+    after = measure_gammas(graph, graph.tensors(model))
+    for n, p in model.named_parameters():
+        assert torch.equal(after[n].weight_to_z(p), z[n]), n
+
+
+def test_a_sequence_is_as_small_as_one_token():
+    """No node of a GPT but its outputs and ends has more than one place, and no gamma is a matrix but that of
+    the table used twice."""
+    model, graph = BUILD["gpt"]()
+    folded = fold(graph).graph
+    apart = [k for k, node in enumerate(folded.nodes) if 7 in node.shape[1:]]
+    readers = folded.readers()
+    for k in apart:
+        assert k in folded.ends or all(
+            isinstance(folded.nodes[reader].operation, Reduce) for reader in readers[k]
+        )
+    found = measure_gammas(graph, graph.tensors(model))
+    matrices = [n for n, gamma in found.items() if gamma.whole is not None and len(gamma.shape) == 2]
+    assert matrices == ["tokens.weight"]

@@ -1,0 +1,163 @@
+"""Relative steps by Triton kernels against those in ordinary operations; here by Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pathsgd import PathAdam, PathMuon, PathNormalized, rescale, trace
+from pathsgd.geometry.rescale import name_factors
+from pathsgd.graph.unit_classes import unit_classes_of
+from support.networks import Mlp, Recurrent, build
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIMIZERS = {
+    "PathMuon": PathMuon,
+    "PathMuon on weights": lambda model, x, **options: PathMuon(
+        model, x, coordinates="weights", nesterov=False, **options
+    ),
+    "PathAdam": lambda model, x, **options: PathAdam(
+        model, x, weight_decay=0.1, betas=(0.9, 0.95), **options
+    ),
+}
+
+
+class Convolutions(nn.Sequential):
+    """Grouped, each group reading other inputs; depthwise; transposed; after batch norm."""
+
+    example = (2, 3, 4, 4)
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 9, 3, padding=1),
+            nn.BatchNorm2d(9),
+            nn.ReLU(),
+            nn.Conv2d(9, 6, 3, padding=1, groups=3, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1, groups=6),
+            nn.ReLU(),
+            nn.ConvTranspose2d(6, 2, 2),
+        )
+
+
+class Packed(nn.Module):
+    """Queries, keys and values in one matrix, once as rows and once, transposed, as columns; positions."""
+
+    example = (2, 4, 6)
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 4, 6))
+        self.rows = nn.Linear(6, 18)
+        self.columns = nn.Parameter(torch.randn(6, 18))
+        self.shift = nn.Parameter(torch.randn(18))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x + self.positions
+        for packed in (self.rows(x), x @ self.columns + self.shift):
+            q, k, v = packed.chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v)
+        return self.head(x.mean(1)) * self.scale
+
+
+def channels_last(network):
+    def make():
+        model, x = build(network, torch.float32)
+        return model.to(memory_format=torch.channels_last), x
+
+    return make
+
+
+CASES = {
+    "Mlp": lambda: build(Mlp, torch.float32),
+    "Recurrent": lambda: build(Recurrent, torch.float32),
+    "Convolutions": lambda: build(Convolutions, torch.float32),
+    "channels last": channels_last(Convolutions),
+    "Packed": lambda: build(Packed, torch.float32),
+}
+PAIRS = [*((case, "PathMuon") for case in CASES), ("Packed", "PathAdam"), ("Mlp", "PathMuon on weights")]
+
+
+def train(model, x, optimizer, steps=2):
+    model.train()  # cudnn's RNN demands it
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()  # two images would make its gradients wild
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(1), torch.arange(len(x), device=DEVICE) % 2).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def uses_kernels(optimizer):
+    return "triton" in optimizer.implementations.values()
+
+
+def both_ways(model, x, make):
+    """(weights by kernels, weights in ordinary operations)."""
+    found = []
+    for implementation in ("triton", "reference"):
+        own = copy.deepcopy(model).to(DEVICE)
+        optimizer = make(own, x.to(DEVICE), implementation=implementation)
+        found.append(train(own, x.to(DEVICE), optimizer))
+        assert uses_kernels(optimizer) == (implementation == "triton")
+    return found
+
+
+def gap(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_kernels_take_the_same_steps(case, name):
+    found, expected = both_ways(*CASES[case](), OPTIMIZERS[name])
+    # On a GPU the kernels round directions to bf16 before they are normalised, the reference after.
+    assert gap(found, expected) <= (0.1 if DEVICE == "cuda" and "Muon" in name else 2e-6)
+
+
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
+def test_groups_differ_and_some_parameters_rest(name):
+    def make(model, x, **options):
+        first, *rest = model.parameters()
+        rest[-1].requires_grad_(False)
+        groups = [{"params": [first], "lr": 0.01, "weight_decay": 0.2}, {"params": rest}]
+        return OPTIMIZERS[name](groups, trace(model, x), **options)
+
+    found, expected = both_ways(*CASES["Mlp"](), make)
+    assert gap(found, expected) <= (0.1 if DEVICE == "cuda" and "Muon" in name else 2e-6)
+
+
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
+def test_a_rescaled_copy_takes_the_same_steps_to_the_last_bit(name):
+    """By powers of two; and so do two runs."""
+    ends = []
+    for exponent in (0.0, 0.0, 1.0):
+        model, x = build(Mlp, torch.float32)
+        model, x = model.to(DEVICE), x.to(DEVICE)
+        graph = trace(model, x)
+        units = unit_classes_of(graph)
+        drawn = torch.randint(-9, 10, (units.count,), generator=torch.Generator().manual_seed(0))
+        rescale(model, graph, name_factors(units, torch.exp2(exponent * drawn)))
+        optimizer = OPTIMIZERS[name](model, graph, implementation="triton")
+        train(model, x, optimizer)
+        ends.append(model(x))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}])
+def test_what_the_kernels_do_not_know_they_leave(options):
+    model, x = build(Mlp, torch.float32)
+    optimizer = PathNormalized(
+        torch.optim.AdamW, model, x, relative=True, lr=0.1, implementation="triton", **options
+    )
+    train(model, x, optimizer, 1)
+    assert not uses_kernels(optimizer)
