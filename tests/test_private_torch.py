@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "pathsgd"
-ATTRIBUTES = {"_version", "_orig_mod", "_schema"}
+ATTRIBUTES = {
+    "_version", "_orig_mod", "_schema", "_modules", "_parameters", "_buffers", "_forward_hooks",
+    "_forward_pre_hooks",
+}  # fmt: skip
 """Private attributes of torch's objects, also as strings for getattr."""
 MISLEADING = {"torch.compiler.is_compiling"}
 """True in every thread while one thread exports: use _torch.is_compiling."""

@@ -111,14 +111,14 @@ def _prepare(device: str) -> None:
 def _in_processes(jobs: list[Job], arguments: tuple[Any, ...], workers: int) -> Iterator[Record]:
     """A process that dies (a GPU error stays with it) is replaced; its job is lost."""
     context = multiprocessing.get_context("spawn")
-    todo: Any = context.Queue()
+    waiting: Any = context.Queue()
     done: Any = context.Queue()
     deadline, spare = arguments[-1], 4 * workers
     for job in [*jobs, *[None] * (workers + spare)]:
-        todo.put(job)
+        waiting.put(job)
 
     def start() -> Any:
-        process = context.Process(target=_work, args=(todo, done, arguments), daemon=True)
+        process = context.Process(target=_work, args=(waiting, done, arguments), daemon=True)
         process.start()
         return process
 
@@ -140,13 +140,13 @@ def _in_processes(jobs: list[Job], arguments: tuple[Any, ...], workers: int) -> 
                     process.kill()
         while not done.empty():  # what the last of them wrote before it ended
             yield done.get()
-    todo.cancel_join_thread()
+    waiting.cancel_join_thread()
 
 
-def _work(todo: Any, done: Any, arguments: tuple[Any, ...]) -> None:
+def _work(waiting: Any, done: Any, arguments: tuple[Any, ...]) -> None:
     folder, device, steps, deadline = arguments
     _prepare(device)
-    while time.monotonic() < deadline and (job := todo.get()) is not None:
+    while time.monotonic() < deadline and (job := waiting.get()) is not None:
         try:
             record = run_job(job, folder, device, steps=steps, deadline=deadline)
         except OutOfTime:

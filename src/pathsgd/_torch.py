@@ -81,6 +81,11 @@ def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dic
     return module._modules, module._parameters, module._buffers
 
 
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks before and after a module's forward pass."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def operator_schema(target: object) -> Any:
     """The schema of an ATen operator in an exported program; None for anything else."""
     return getattr(target, "_schema", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd._torch import without_values
+from pathsgd._torch import forward_hooks, module_dicts, without_values
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.tensor import DTensor
@@ -31,13 +31,13 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     whole: dict[int, Tensor] = {}  # one for all names of a tensor
     try:
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
+            for tensors in module_dicts(module)[1:]:
                 for name, tensor in tensors.items():
                     if tensor is not None and is_sharded(tensor):
                         if id(tensor) not in whole:
                             whole[id(tensor)] = without_values(tensor)
-                        tensors[name] = whole[id(tensor)]  # type: ignore[assignment]
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                        tensors[name] = whole[id(tensor)]
+            for hooks in forward_hooks(module):
                 for key in [key for key, hook in hooks.items() if _is_of_torch_distributed(hook)]:
                     del hooks[key]
         yield
@@ -48,7 +48,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _registries(module: nn.Module) -> list[dict[Any, Any]]:
-    return [module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks]
+    return [*module_dicts(module)[1:], *forward_hooks(module)]
 
 
 def _is_of_torch_distributed(hook: object) -> bool:

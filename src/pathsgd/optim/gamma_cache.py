@@ -21,6 +21,7 @@ from pathsgd.graph.trace import Example
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd.optim.on_device import on_device
 from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
@@ -135,7 +136,8 @@ class GammaCache:
                 graph = measurement.adapt(self.graph)
                 return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
-            self._found[key] = self._measure(measurement, p)
+            with on_device(next(self.model.parameters()).device):
+                self._found[key] = self._measure(measurement, p)
             self.needs_exponents[key] = self._found[key].exponents
             self._versions = self._current_versions()
         return self._found[key]
@@ -181,10 +183,8 @@ class GammaCache:
 
     def before_step(self) -> None:
         """The same, unless gradients were clipped and it was done for that."""
-        if self._synchronised:
-            self._synchronised = False
-            return
-        self.synchronise()
+        if not self._synchronised:
+            self.synchronise()
         self._synchronised = False
 
     def is_captured(self, p: float, measurement: Measurement[Any] | None = None) -> bool:

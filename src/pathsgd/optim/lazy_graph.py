@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.small_share import explain_small_share
 from pathsgd.graph.trace import Example, Inputs, trace
+from pathsgd.optim.weak_hook import WeakHook
 
 
 class LazyGraph:
@@ -98,23 +98,10 @@ def depth_of_caller() -> int:
     return depth
 
 
-class _Recorder:
-    """The forward hook. It hangs on the model, so it must not own the LazyGraph, which owns the model; in a
-    copy of the model it does nothing."""
-
-    def __init__(self, owner: LazyGraph | None = None) -> None:
-        self.owner = None if owner is None else weakref.ref(owner)
-
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        owner = None if self.owner is None else self.owner()
-        if owner is not None:
-            owner.record(args, rest[0] if len(rest) > 1 else {})
-
-    def __deepcopy__(self, memo: Any) -> _Recorder:
-        return _Recorder()
-
-    def __reduce__(self) -> Any:
-        return _Recorder, ()
+class _Recorder(WeakHook):
+    def tell(self, owner: LazyGraph, *arguments: Any) -> None:
+        _, args, *rest = arguments
+        owner.record(args, rest[0] if len(rest) > 1 else {})
 
 
 class _Shape:

@@ -27,6 +27,7 @@ from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
 from pathsgd.graph.sharded import is_sharded
 from pathsgd.optim.lazy_graph import depth_of_caller
+from pathsgd.optim.weak_hook import WeakHook
 
 
 class Replicas:
@@ -185,20 +186,8 @@ def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return model
 
 
-class _Finder:
-    """The forward hook. It hangs on the model, so it must not own the Replicas, which own the model; in a
-    copy of the model it does nothing."""
-
-    def __init__(self, owner: Replicas | None = None) -> None:
-        self.owner = None if owner is None else weakref.ref(owner)
-
-    def __call__(self, *_: Any) -> None:
-        owner, ddp = None if self.owner is None else self.owner(), _torch.active_ddp()
-        if owner is not None and ddp is not None:
+class _Finder(WeakHook):
+    def tell(self, owner: Replicas, *_: Any) -> None:
+        ddp = _torch.active_ddp()
+        if ddp is not None:
             owner.remember(ddp)
-
-    def __deepcopy__(self, memo: Any) -> _Finder:
-        return _Finder()
-
-    def __reduce__(self) -> Any:
-        return _Finder, ()

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from pathsgd import PathMuon
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative import captured_step, steps
+from pathsgd.optim.relative.gpu.step import KernelStep
+from support.events import AT, CAPTURES, nothing
 from support.networks import Mlp, build
 
 
@@ -60,7 +62,8 @@ def train(monkeypatch, event, *, captured, count=10, **options):
         monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for k in range(count):
-        event(k, optimizer)
+        if k == min(AT, count // 2):
+            event(optimizer)
         optimizer.zero_grad()
         F.cross_entropy(model(x), torch.arange(len(x)) % 4).backward()
         optimizer.step()
@@ -68,56 +71,7 @@ def train(monkeypatch, event, *, captured, count=10, **options):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer
 
 
-def nothing(k, optimizer):
-    pass
-
-
-def load(k, optimizer):
-    if k == 5:
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-def decay(k, optimizer):
-    if k == 5:
-        optimizer.param_groups[0]["weight_decay"] = 0.1
-
-
-def write_state(k, optimizer):
-    if k == 5:
-        for state in optimizer.state.values():
-            for key in set(state) - {"step", "growth"}:
-                state[key].zero_()
-
-
-def freeze(k, optimizer):
-    if k == 5:
-        optimizer.param_groups[0]["params"][0].requires_grad_(False)
-
-
-def write_weights(k, optimizer):
-    if k == 5:
-        with torch.no_grad():
-            optimizer.param_groups[0]["params"][0].mul_(2)
-
-
-def replace_weights(k, optimizer):
-    if k == 5:
-        parameter = optimizer.param_groups[0]["params"][0]
-        parameter.data = parameter.data.clone()
-
-
-@pytest.mark.parametrize(
-    ("event", "captures"),
-    [
-        (nothing, 1),
-        (load, 2),
-        (decay, 2),
-        (write_state, 1),
-        (freeze, 2),
-        (write_weights, 1),
-        (replace_weights, 2),
-    ],
-)
+@pytest.mark.parametrize(("event", "captures"), CAPTURES.items())
 def test_a_step_is_captured_again_when_what_it_read_has_moved(monkeypatch, event, captures):
     found, _ = train(monkeypatch, event, captured=True)
     assert RunAgain.captures == captures
@@ -127,12 +81,17 @@ def test_a_step_is_captured_again_when_what_it_read_has_moved(monkeypatch, event
 
 def test_kernels_are_told_where_new_gradients_lie(monkeypatch):
     """They are not copied, and lie somewhere else in every step."""
-    kept = []
+    places = []
+    point = KernelStep.point
 
-    def keep(k, optimizer):
-        kept.extend(p.grad for p in optimizer.param_groups[0]["params"])
+    def move(step, gradients_only=False):
+        for p in step.parameters.values():
+            places.append(p.grad)  # kept, so that the next gradient lies elsewhere
+        point(step, gradients_only)
 
-    found, optimizer = train(monkeypatch, keep, captured=True, count=4, implementation="triton")
+    monkeypatch.setattr(KernelStep, "point", move)
+    found, optimizer = train(monkeypatch, nothing, captured=True, count=4, implementation="triton")
+    assert len({grad.data_ptr() for grad in places}) == len(places)
     assert RunAgain.captures == 1
     assert "triton" in optimizer.implementations.values()
     expected, _ = train(monkeypatch, nothing, captured=False, count=4, implementation="triton")
@@ -143,9 +102,8 @@ def test_kernels_are_told_where_new_gradients_lie(monkeypatch):
 def test_hooks_are_run(monkeypatch, implementation):
     calls = []
 
-    def hook(k, optimizer):
-        if k == 2:
-            optimizer.base.register_step_post_hook(lambda *_: calls.append(1))
+    def hook(optimizer):
+        optimizer.base.register_step_post_hook(lambda *_: calls.append(1))
 
     train(monkeypatch, hook, captured=True, count=4, implementation=implementation)
     assert len(calls) == 2

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.optim.relative import steps
+from support.events import CAPTURES, nothing
 from support.networks import Mlp, Recurrent, SmallResNet, Transformer, build
 
 pytestmark = pytest.mark.gpu
@@ -22,11 +23,11 @@ OPTIMIZERS = {
 }
 
 
-def train(model, x, optimizer, count, events=None):
+def train(model, x, optimizer, count, event=nothing):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for k in range(count):
-        if events is not None:
-            events(k, optimizer)
+        if k == count // 2:
+            event(optimizer)
         optimizer.zero_grad()
         outputs = model(x)
         F.cross_entropy(outputs.flatten(1), torch.arange(len(outputs), device="cuda")).backward()
@@ -34,7 +35,7 @@ def train(model, x, optimizer, count, events=None):
         schedule.step()
 
 
-def both_ways(monkeypatch, kind, name, events=None, count=24):
+def both_ways(monkeypatch, kind, name, event=nothing, count=24):
     """The weights after training by captured steps and by others, and how many were captured."""
     ends = []
     for captured in (True, False):
@@ -44,7 +45,7 @@ def both_ways(monkeypatch, kind, name, events=None, count=24):
         optimizer = OPTIMIZERS[name](model, x)
         if not captured:
             monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
-        train(model, x, optimizer, count, events)
+        train(model, x, optimizer, count, event)
         ends.append((torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer))
     (found, optimizer), (expected, _) = ends
     step = optimizer._relative._captured
@@ -64,47 +65,10 @@ def test_a_captured_step_is_the_step(monkeypatch, kind, name):
     assert gap(found, expected) <= 1e-5
 
 
-def load(k, optimizer):
-    if k == 12:
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-def decay(k, optimizer):
-    if k >= 12:
-        optimizer.param_groups[0]["weight_decay"] = 0.1
-
-
-def move_state(k, optimizer):
-    if k == 12:
-        for state in optimizer.state.values():
-            state.update({key: value.clone() for key, value in state.items()})
-
-
-def write_state(k, optimizer):
-    if k == 12:
-        for state in optimizer.state.values():
-            for key in set(state) - {"step", "growth"}:
-                state[key].zero_()
-
-
-def freeze(k, optimizer):
-    if k == 12:
-        optimizer.param_groups[0]["params"][0].requires_grad_(False)
-
-
-def write_weights(k, optimizer):
-    if k == 12:
-        with torch.no_grad():
-            optimizer.param_groups[0]["params"][0].mul_(2)
-
-
-EVENTS = [load, decay, move_state, write_state, freeze, write_weights]
-
-
-@pytest.mark.parametrize("events", EVENTS)
+@pytest.mark.parametrize("event", CAPTURES)
 @pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
-def test_a_captured_step_follows_what_changes(monkeypatch, name, events):
-    found, expected, captured = both_ways(monkeypatch, SmallResNet, name, events)
+def test_a_captured_step_follows_what_changes(monkeypatch, name, event):
+    found, expected, captured = both_ways(monkeypatch, SmallResNet, name, event)
     assert captured
     assert gap(found, expected) <= 1e-5
 

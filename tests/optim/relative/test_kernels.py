@@ -14,7 +14,6 @@ from pathsgd.geometry.rescale import name_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import Mlp, Recurrent, build
 
-pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIMIZERS = {
     "PathMuon": PathMuon,

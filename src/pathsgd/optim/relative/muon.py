@@ -42,6 +42,23 @@ def is_orthogonal(blocks: list[Block]) -> bool:
     return bool(blocks) and all(block.orthogonal for block in blocks)
 
 
+def find_momentum(state: dict[str, Tensor], p: Tensor) -> Tensor:
+    """The momentum of a parameter, made at its first step."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(p)
+    return state["momentum_buffer"]
+
+
+def find_averages(state: dict[str, Tensor], p: Tensor) -> dict[str, Tensor]:
+    """Adam's state of a parameter, made at its first step; the number of steps is on a GPU, too, so that
+    steps can be captured in a CUDA graph."""
+    if "exp_avg" not in state:
+        state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    if p.is_cuda and not state["step"].is_cuda:
+        state["step"] = state["step"].to(p.device)
+    return state
+
+
 class RelativeMuon(Optimizer):
     """On parameters whose blocks have root mean square 1: a step is ``lr`` in the same measure.
 
@@ -92,11 +109,8 @@ class RelativeMuon(Optimizer):
     def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         grads = [p.grad for p in params if p.grad is not None]
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        buffers = [find_momentum(self.state[p], p) for p in params]
         ds, _ = apply_momentum(grads, buffers, group["momentum"], group["nesterov"], multi_tensor)
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for p, d in zip(params, ds, strict=True):
@@ -115,20 +129,12 @@ class RelativeMuon(Optimizer):
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
-        capturable = all(p.is_cuda for p in params)  # the number of steps is on the device, too
-        for p in params:
-            if "exp_avg" not in self.state[p]:
-                self.state[p].update(
-                    step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-                )
-            if capturable and not self.state[p]["step"].is_cuda:
-                self.state[p]["step"] = self.state[p]["step"].to(p.device)
-        states = [self.state[p] for p in params]
+        states = [find_averages(self.state[p], p) for p in params]
         first, second = group["betas"]
         grads = [p.grad for p in params if p.grad is not None]
         adam(
             params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
             [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
             lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
-            capturable=capturable,
+            capturable=all(p.is_cuda for p in params),
         )  # fmt: skip

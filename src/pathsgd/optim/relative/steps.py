@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from pathsgd._torch import is_capturing
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.on_device import on_device
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
 from pathsgd.optim.relative.coordinates import (
@@ -90,7 +91,7 @@ class RelativeSteps:
         if not moved:
             return base_step(closure)
         loss = None
-        with torch.no_grad():
+        with torch.no_grad(), on_device(parameters[0].device):
             if closure is not None or not self._replay(parameters):
                 loss = self._step(optimizer, parameters, moved, closure, base_step)
         self.gamma_cache.after_step()

@@ -14,6 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from pathsgd.optim.captured_measurement import ERROR_MODE
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
 
@@ -128,8 +129,7 @@ def _capture(launch: Callable[[], None], device: torch.device) -> torch.cuda.CUD
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # Other threads, as those of a data loader, may allocate during the capture.
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(capture_error_mode=ERROR_MODE)
         try:
             launch()
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
 from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
+from pathsgd.optim.on_device import on_device
 from pathsgd.optim.rule import Rule
 
 WARPS = 4
@@ -129,8 +130,7 @@ class TritonChain:
         return found, on_device
 
     def on_device(self) -> AbstractContextManager[None]:
-        # Triton launches on the current one.
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return on_device(self.device)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

@@ -23,7 +23,13 @@ from pathsgd.optim.relative.gpu.kernels import (
 )
 from pathsgd.optim.relative.gpu.layout import Tiles
 from pathsgd.optim.relative.gpu.measurement import UnitCoordinates, UnitMeasurement
-from pathsgd.optim.relative.muon import RelativeMuon, is_orthogonal, orthogonalize
+from pathsgd.optim.relative.muon import (
+    RelativeMuon,
+    find_averages,
+    find_momentum,
+    is_orthogonal,
+    orthogonalize,
+)
 
 OPTIONS = ("momentum", "nesterov", "betas", "eps")
 """Those that cannot differ between groups here."""
@@ -153,14 +159,11 @@ class KernelStep:
         """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
         state = self.optimizer.state[p]
         if name in self.matrices:
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].data_ptr()
+            buffer = find_momentum(state, p).data_ptr()
             return [p.data_ptr(), 0, buffer, buffer, 0]
-        if "exp_avg" not in state:
-            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        if state["step"].device != p.device or state["step"].dtype != torch.float32:
-            state["step"] = state["step"].to(p.device, torch.float32)
+        find_averages(state, p)
+        if state["step"].dtype != torch.float32:
+            state["step"] = state["step"].float()
         average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
         return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
 
