@@ -45,13 +45,11 @@ class PathAdam(PathNormalized):
         >>> optimizer.step()
     """
 
-    _spectral = True
-
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.08,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,

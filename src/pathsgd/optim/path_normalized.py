@@ -85,8 +85,6 @@ class PathNormalized(PathOptimizer):
     """
 
     base: Optimizer
-    _spectral = False
-    """Whether relative steps of matrices are measured by their spectral norm."""
 
     def __init__(
         self,
@@ -132,9 +130,7 @@ class PathNormalized(PathOptimizer):
                 grouped = bool(params) and isinstance(params[0], dict)
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         self.relative = relative
-        self._relative = RelativeSteps(
-            self.gamma_cache, p, coordinates, growth, implementation, self._spectral
-        )
+        self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
         base = optimizer_class(params, **options)
         self.gamma_cache.check_known(base.param_groups)
         for group in base.param_groups:

@@ -7,11 +7,13 @@ and of these the one changes outputs by up to the root of the width more than th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+from pathsgd.geometry.precision import full_precision
 
 KEY = "spectral"
 """In the state of a parameter: the vectors from which the next iteration starts, one for each block."""
@@ -34,28 +36,37 @@ def find_spectral_norms(
     left = iter(matrices)
     norms: list[Tensor] = []
     for parameter, count in zip(parameters, counts, strict=True):
-        norms += _iterate(optimizer.state[parameter], [next(left) for _ in range(count)])
+        own, state = [next(left) for _ in range(count)], optimizer.state[parameter]
+        widths = [matrix.shape[1] for matrix in own]
+        rounds = FIRST if make_vectors(state, widths, own[0]) else 1
+        for matrix, x in zip(own, state[KEY].split(widths), strict=True):
+            for _ in range(rounds):
+                norm, new = iterate(matrix, x)
+                x.copy_(new)  # in place, so that a CUDA graph finds it where it was
+            norms.append(norm)
     return torch.stack(norms)
 
 
-def _iterate(state: dict[str, Tensor], matrices: list[Tensor]) -> Iterator[Tensor]:
-    widths = [matrix.shape[1] for matrix in matrices]
-    rounds = 1
-    if KEY not in state:
-        rounds = FIRST
-        state[KEY] = torch.cat([_start(matrix) for matrix in matrices])
-    for matrix, x in zip(matrices, state[KEY].split(widths), strict=True):
-        for _ in range(rounds):
-            y = matrix @ x
-            back = matrix.mT @ y
-            before, after = torch.linalg.vector_norm(y), torch.linalg.vector_norm(back)
-            moves = after > 0
-            # In place, so that a CUDA graph finds it where it was.
-            x.copy_(torch.where(moves, back / torch.where(moves, after, 1), x))
-        yield torch.where(moves, after / torch.where(moves, before, 1), 0)
+def make_vectors(state: dict[str, Tensor], widths: Sequence[int], like: Tensor) -> bool:
+    """Makes the vectors of a parameter whose blocks have so many columns; whether there were none."""
+    new = KEY not in state
+    if new:
+        state[KEY] = torch.cat([_start(width, like.device) for width in widths])
+    state[KEY] = state[KEY].to(like.dtype)  # another one if the model was cast
+    return new
 
 
-def _start(matrix: Tensor) -> Tensor:
+def iterate(matrices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(norms, next vectors) of a matrix, or of a batch of them, by one iteration."""
+    with full_precision(x.device):
+        y = matrices @ x.unsqueeze(-1)
+        back = (matrices.mT @ y).squeeze(-1)
+    before, after = torch.linalg.vector_norm(y, dim=(-2, -1)), torch.linalg.vector_norm(back, dim=-1)
+    divisor = after.unsqueeze(-1)
+    return (after / before).nan_to_num(0.0), torch.where(divisor > 0, back / divisor, x)
+
+
+def _start(width: int, device: torch.device) -> Tensor:
     """A vector that is orthogonal to nothing, the same on every machine."""
-    x = torch.arange(matrix.shape[1], dtype=torch.float64, device=matrix.device).cos()
-    return (x / torch.linalg.vector_norm(x)).to(matrix.dtype)
+    x = torch.arange(width, dtype=torch.float64, device=device).cos()
+    return x / torch.linalg.vector_norm(x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import is_capturing
+from pathsgd._torch import foreach, is_capturing
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.on_device import on_device
@@ -44,7 +44,6 @@ class RelativeSteps:
         coordinates: invariant ones, or the weights themselves.
         growth: the rate at which norms grow, in units of lr.
         implementation: "reference" in ordinary operations, "triton" by kernels.
-        spectral: whether steps of matrices are measured by their spectral norm.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class RelativeSteps:
         coordinates: Coordinates,
         growth: float,
         implementation: Choice = "auto",
-        spectral: bool = False,
     ) -> None:
         if coordinates not in ("paths", "weights"):
             raise ValueError(f"Invalid coordinates: {coordinates!r} (one of 'paths', 'weights')")
@@ -62,7 +60,7 @@ class RelativeSteps:
             raise ValueError(f"Invalid growth value: {growth}")
         self.gamma_cache, self.p, self.coordinates, self.growth = gamma_cache, p, coordinates, growth
         self._measurement: RelativeMeasurement | None = None
-        self.implementation, self.spectral = implementation, spectral
+        self.implementation = implementation
         self.last_kinds: dict[int, Kind] = {}
         """Which implementation moved each parameter in the last step, by its id, if not the reference."""
         self._captured: CapturedStep | None = None
@@ -124,12 +122,13 @@ class RelativeSteps:
         def grow(subset: BlockSubset, along: Tensor) -> Tensor:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
 
-        def rescale(
-            subset: BlockSubset, before: list[Tensor], after: list[Tensor]
-        ) -> Sequence[float | Tensor]:
-            if not self.spectral:
-                return subset.ratios
-            return self._measure_steps(optimizer, groups, moved, subset, before, after)
+        def rescale(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
+            if isinstance(optimizer, torch.optim.Adam):
+                _set_spectral_norms(optimizer, groups, moved, subset, before, after)
+                return
+            for ratio, u, block in zip(subset.ratios, before, after, strict=True):
+                if ratio != 1:
+                    block.sub_(u).mul_(ratio).add_(u)
 
         if found is not None:
             kernels, units = found
@@ -162,7 +161,7 @@ class RelativeSteps:
     ) -> tuple[KernelStep, UnitCoordinates] | None:
         """The step by Triton kernels, if they can take it."""
         on_gpu = next(iter(moved.values())).is_cuda
-        if self.spectral or not has_triton() or not (
+        if not has_triton() or not (
             self.implementation == "triton" or (self.implementation == "auto" and on_gpu)
         ):
             return None
@@ -188,24 +187,6 @@ class RelativeSteps:
         factor = torch.exp(option("lr") * self.growth * speed * direction)
         return factor * (1 - option("lr") * option("weight_decay"))
 
-    def _measure_steps(
-        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
-        before: list[Tensor], after: list[Tensor],
-    ) -> list[Tensor]:  # fmt: skip
-        """The parts of steps that have lr times the spectral norms of orthogonal matrices, as Muon's have."""
-        lr = per_block(subset, groups, "lr", subset.spectral)
-        # Without the decoupled decay, which turns nothing.
-        kept = 1 - lr * per_block(subset, groups, "weight_decay", subset.spectral) * torch.ones_like(
-            subset.spectral
-        )
-        steps = [
-            (new - u * part).flatten(1)
-            for u, new, part in zip(before, after, kept.to(before[0].dtype).unbind(), strict=True)
-        ]
-        norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
-        parts = torch.where(norms > 0, lr * subset.spectral / torch.where(norms > 0, norms, 1), 1)
-        return list(parts.to(before[0].dtype).unbind())
-
     def __getstate__(self) -> dict[str, Any]:
         made = ("_measurement", "_captured", "_kernels")
         return {**self.__dict__, **dict.fromkeys(made), "last_kinds": {}}
@@ -220,3 +201,22 @@ def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> f
     return torch.stack(
         [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
     )
+
+
+def _set_spectral_norms(
+    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+    before: list[Tensor], after: list[Tensor],
+) -> None:  # fmt: skip
+    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have; decay is as it was."""
+    like, dtype = subset.spectral, before[0].dtype
+    lr, decay, decoupled = (
+        per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
+    )
+    kept = (1 - lr * decay * decoupled * torch.ones_like(like)).to(dtype)
+    shrunk = foreach("mul", before, list(kept.unbind()))
+    foreach("sub_", after, shrunk)
+    steps = [step.flatten(1) for step in after]
+    norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
+    parts = (lr * like / torch.where(norms > 0, norms, 1)).to(dtype)
+    foreach("mul_", after, list(parts.unbind()))
+    foreach("add_", after, shrunk)

@@ -14,8 +14,8 @@ from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates,
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
-Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], Sequence[float | Tensor]]
-"""From u of each of these blocks before and after the base's step to the part of the step it takes."""
+Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
+"""Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
 
 
 class RelativeView:
@@ -119,9 +119,7 @@ class RelativeView:
             return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        for part, u, block in zip(self.rescale(subset, before, blocks), before, blocks, strict=True):
-            if isinstance(part, Tensor) or part != 1:
-                block.sub_(u).mul_(part).add_(u)
+        self.rescale(subset, before, blocks)
         products = foreach("mul", blocks_of([p.grad for p in self.parameters]), before)
         growth = self.grow(subset, torch.stack([product.sum(dtype=torch.float64) for product in products]))
         old, new = _norms(before), _norms(blocks)
