@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 Groups = dict[str, dict[str, Any]]
 """The group of every parameter by name."""
+ENTRYWISE = tuple(
+    getattr(torch.optim, name) for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop")
+)
+"""Bases that divide by the size of every entry: what a matrix makes of such a step is its spectral norm."""
 BaseStep = Callable[[Callable[[], Any] | None], Any]
 
 
@@ -123,7 +127,7 @@ class RelativeSteps:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
 
         def rescale(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
-            if isinstance(optimizer, torch.optim.Adam):
+            if isinstance(optimizer, ENTRYWISE):
                 _set_spectral_norms(optimizer, groups, moved, subset, before, after)
                 return
             for ratio, u, block in zip(subset.ratios, before, after, strict=True):
