@@ -131,8 +131,8 @@ class RelativeSteps:
                 _set_spectral_norms(optimizer, groups, moved, subset, before, after)
                 return
             for ratio, u, block in zip(subset.ratios, before, after, strict=True):
-                if ratio != 1:
-                    block.sub_(u).mul_(ratio).add_(u)
+                if ratio < 1:
+                    block.lerp_(u, 1 - ratio)
 
         if found is not None:
             kernels, units = found
