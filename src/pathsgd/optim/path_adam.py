@@ -18,9 +18,9 @@ class PathAdam(PathNormalized):
     scaling of its units.
 
     Every matrix and kernel turns in Adam's direction, in coordinates that a rescaling of units does not
-    change, see :class:`pathsgd.PathNormalized`. The step is as long as makes its spectral
-    norm that of a step of :class:`pathsgd.PathMuon` at the same ``lr``. For Adam on ``h`` with absolute steps
-    take ``PathNormalized(torch.optim.Adam, model, example_input)``.
+    change, see :class:`pathsgd.PathNormalized`. The step has the spectral norm of a step of
+    :class:`pathsgd.PathMuon` at the same ``lr``. For Adam on ``h`` with absolute steps take
+    ``PathNormalized(torch.optim.Adam, model, example_input)``.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.

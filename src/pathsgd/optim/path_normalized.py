@@ -46,7 +46,8 @@ class PathNormalized(PathOptimizer):
     mean square of each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it
     had, so that it turns, and its norm grows at a rate of its own. What falls back takes the same steps on
     the weights themselves. With a base that normalises its direction, as Adam does, a learning rate is then
-    an angle.
+    an angle; with torch's own of these the steps of matrices have the spectral norms of
+    :class:`pathsgd.PathAdam`.
 
     Args:
         optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.

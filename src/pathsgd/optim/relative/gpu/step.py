@@ -1,4 +1,4 @@
-"""A relative step of Muon or of AdamW by the kernels: the formula of view.py, muon.py and growth.py."""
+"""A relative step of Muon or of AdamW by the kernels: the formula of view.py, muon.py, spectral.py and growth.py."""
 
 from __future__ import annotations
 
@@ -178,18 +178,14 @@ class KernelStep:
         averaged = [p for n, p in self.parameters.items() if self.norms or n not in self.matrices]
         if averaged:
             foreach("add_", [self.optimizer.state[p]["step"] for p in averaged], 1)
-        lr = self._by_block(option(self.all, "lr") * self.ratios)
-        decays = torch.zeros_like(lr)
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            decays = self._by_block(
-                option(self.all, "lr") * option(self.all, "weight_decay") * torch.ones_like(self.ratios)
-            )
+        rate = option(self.all, "lr")
+        decay = option(self.all, "weight_decay") if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
+        lr = self._by_block(rate * self.ratios)
+        decays = self._by_block(rate * decay * torch.ones_like(self.ratios))
         if self.norms is None:
             moved = self._move_matrices(at, lr)
         else:
-            moved = self._move_measured(
-                at, self._by_block(option(self.all, "lr") * self.all.spectral), decays, self.norms
-            )
+            moved = self._move_measured(at, self._by_block(rate * self.all.spectral), decays, self.norms)
         other = self._step_adam(at, lr, decays, moved[:, 1])
         if len(self.turning_index):
             along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
