@@ -1,4 +1,4 @@
-"""A relative step of Muon or of AdamW by the kernels: the formula of view.py, muon.py, spectral.py and growth.py."""
+"""A relative step of Muon or AdamW by kernels: the formula of view.py, muon.py, spectral.py and growth.py."""
 
 from __future__ import annotations
 
