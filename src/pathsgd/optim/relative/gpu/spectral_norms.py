@@ -39,7 +39,7 @@ class SpectralNorms:
             block = measurement.blocks[k]
             columns[k] = start + _order_columns(block, parameters[block.name].stride())
             start += len(columns[k])
-        index = torch.cat([torch.empty(0, dtype=torch.int64), *(columns[k] for k in order.tolist())])
+        index = torch.cat([columns[k] for k in order.tolist()])
         self.index, self.back = index.to(order.device), index.argsort().to(order.device)
 
     def find(self, batches: Sequence[Tensor]) -> Tensor:
@@ -49,17 +49,15 @@ class SpectralNorms:
             make_vectors(state, widths, batches[0]) for state, widths in zip(states, self.widths, strict=True)
         ]
         vectors = [state[KEY] for state in states]
-        for written in [new] * (FIRST - 1 if any(new) else 0) + [[True] * len(new)]:
+        fresh = [k for k, own in enumerate(new) if own]
+        for written in [fresh] * (FIRST - 1 if fresh else 0) + [range(len(new))]:
             x = torch.cat(vectors)[self.index]
             parts = x.split([len(batch) * batch.shape[2] for batch in batches])
             found = [
                 iterate(batch, own.view(len(batch), -1)) for batch, own in zip(batches, parts, strict=True)
             ]
             following = torch.cat([x.flatten() for _, x in found])[self.back].split([*map(len, vectors)])
-            pairs = [
-                pair for pair, own in zip(zip(vectors, following, strict=True), written, strict=True) if own
-            ]
-            foreach("copy_", [x for x, _ in pairs], [x for _, x in pairs])
+            foreach("copy_", [vectors[k] for k in written], [following[k] for k in written])
         return torch.cat([norms for norms, _ in found])
 
 
