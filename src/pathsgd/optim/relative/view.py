@@ -15,6 +15,8 @@ from pathsgd.optim.relative.unit_scales import Rescaling
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
+SetLengths = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
+"""Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
 Rescale = Callable[[], Rescaling | None]
 """What units are rescaled by; asked after the base has made its state."""
 
@@ -31,11 +33,12 @@ class RelativeView:
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
         grow: Grow,
+        set_lengths: SetLengths,
         rescale: Rescale,
     ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self.measurement, self.coordinates, self.grow = measurement, coordinates, grow
-        self.rescale = rescale
+        self.measurement, self.coordinates = measurement, coordinates
+        self.grow, self.set_lengths, self.rescale = grow, set_lengths, rescale
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -128,7 +131,7 @@ class RelativeView:
             return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        self._shorten(subset.ratios, before, blocks)
+        self.set_lengths(subset, before, blocks)
         products = foreach("mul", blocks_of([p.grad for p in self.parameters]), before)
         growth = self.grow(subset, torch.stack([product.sum(dtype=torch.float64) for product in products]))
         old, new = _norms(before), _norms(blocks)
@@ -136,13 +139,6 @@ class RelativeView:
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
-
-    @staticmethod
-    def _shorten(ratios: list[float], before: list[Tensor], moved: list[Tensor]) -> None:
-        """Takes this part of the step of every block."""
-        for ratio, u, block in zip(ratios, before, moved, strict=True):
-            if ratio < 1:
-                block.lerp_(u, 1 - ratio)
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
