@@ -16,26 +16,34 @@ from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
     WARPS,
     adam_kernel,
+    direction_kernel,
+    grow_kernel,
     momentum_kernel,
     move_kernel,
     norm_kernel,
+    normalize_kernel,
     scale_kernel,
 )
 from pathsgd.optim.relative.gpu.layout import Tiles
 from pathsgd.optim.relative.gpu.measurement import UnitCoordinates, UnitMeasurement
+from pathsgd.optim.relative.growth import find_state
 from pathsgd.optim.relative.muon import (
     RelativeMuon,
+    choose_dtype,
     find_averages,
     find_momentum,
     is_orthogonal,
-    orthogonalize,
+    iterate,
+    make_diagonal,
 )
 
 OPTIONS = ("momentum", "nesterov", "betas", "eps")
 """Those that cannot differ between groups here."""
 
+ADDRESSES = (0, 1, 2, 3, 4, 14)
+"""The fields that have them."""
+
 Option = Callable[[BlockSubset, str], "float | Tensor"]
-Grow = Callable[[BlockSubset, Tensor], Tensor]
 
 
 def is_supported(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
@@ -77,27 +85,43 @@ class KernelStep:
         names = list(parameters)
         muon = isinstance(optimizer, RelativeMuon)
         self.matrices = {n for n in names if muon and is_orthogonal(measurement.by_name[n])}
-        self.moved = [k for k, block in enumerate(blocks) if block.name in parameters]
-        orthogonal = [k for k in self.moved if blocks[k].name in self.matrices]
-        others = [k for k in self.moved if blocks[k].name not in self.matrices]
-        turning = [k for k in self.moved if blocks[k].turns]
+        moved = [k for k, block in enumerate(blocks) if block.name in parameters]
+        orthogonal = [k for k in moved if blocks[k].name in self.matrices]
+        others = [k for k in moved if blocks[k].name not in self.matrices]
         # Families in which a gradient may be rounding beside another's.
         gated = {blocks[k].family for k in others if not blocks[k].turns}
         self.orthogonal_tiles, self.other_tiles = layout.choose(orthogonal), layout.choose(others)
         self.gated_tiles = layout.choose([k for k in others if blocks[k].family in gated])
-        self.turning_tiles = layout.choose(turning)
-        self.all = measurement.subset(names, self.device)
-        self.turning = measurement.subset([n for n in names if measurement.by_name[n][0].turns], self.device)
-        self.index = torch.tensor(self.moved, device=self.device)
-        self.turning_index = torch.tensor(turning, device=self.device)
-        self.ratios = torch.tensor(self.all.ratios, device=self.device)
+        self.turning_tiles = layout.choose([k for k in moved if blocks[k].turns])
+        self.all = measurement.subset(measurement.names, self.device)
+        chosen = set(orthogonal)
+        # A matrix moves by its direction, which has root mean square 1.
+        norms = [math.sqrt(block.numel) if k in chosen else 1.0 for k, block in enumerate(blocks)]
+        ratios = [ratio * norm for ratio, norm in zip(self.all.ratios, norms, strict=True)]
+        self.ratios = torch.tensor(ratios, device=self.device)
+        self.ratios_and_ones = torch.stack([self.ratios, torch.ones_like(self.ratios)])
+        self.scales = torch.ones_like(self.ratios)
+        self._sums: dict[Any, Tensor] = {}
         self.fields = layout.fields.clone()
-        self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
-        self.directions, self.batches, self.order = self._place_directions(orthogonal)
+        self.pieces = [piece for k in moved for piece in layout.pieces_of[k]]
+        self.directions, batches, _ = self._place_directions(orthogonal)
+        dtype = choose_dtype(self.directions)
+        self.normalized = self.directions.view(dtype)
+        """In the same place."""
+        self.batches = [batch.view(dtype) for batch in batches]
+        diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches}
+        self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches]
+        counts = [len(measurement.by_name[name]) for name in measurement.names]
+        block_of = self.fields[:, 13]
+        self.fields[:, 15] = torch.tensor([count for count in counts for _ in range(count)])[block_of]
         self.pointed = self.fields.to(self.device)
         number = {name: k for k, name in enumerate(names)}
         self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
-        self._bytes = 4 * torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        offsets = torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        self._bytes = 4 * offsets[:, None] * torch.tensor([1, 1, 1, 1, 0, 0])
+        self._bytes[:, 5] = (
+            8 * torch.tensor([k for count in counts for k in range(count)])[block_of[self.pieces]]
+        )
         self._addresses: list[list[int]] = []
         self._gradients: list[int] = []
         self._spare = self._make_room()
@@ -146,9 +170,8 @@ class KernelStep:
         found = torch.tensor(self._addresses)
         found[:, 1] = torch.tensor(gradients)
         found = found[self._parameter_of]
-        found[:, :4] += self._bytes[:, None]
         fields.copy_(self.fields)
-        fields[self.pieces, :5] = found
+        fields[torch.tensor(self.pieces)[:, None], torch.tensor(ADDRESSES)] = found + self._bytes
         self.pointed.copy_(fields, non_blocking=True)
         if capturing:
             self._captured.append(fields)  # a replay copies it again
@@ -156,48 +179,48 @@ class KernelStep:
         self._spare = self._make_room()
 
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
-        """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
+        """The addresses of weight, (gradient,) state, number of steps and growth; state is made at the first
+        step."""
         state = self.optimizer.state[p]
+        blocks = self.measurement.by_name[name]
+        growth = find_state(state, p, len(blocks)).data_ptr() if blocks[0].turns else 0
         if name in self.matrices:
             buffer = find_momentum(state, p).data_ptr()
-            return [p.data_ptr(), 0, buffer, buffer, 0]
+            return [p.data_ptr(), 0, buffer, buffer, 0, growth]
         find_averages(state, p)
         if state["step"].dtype != torch.float32:
             state["step"] = state["step"].float()
         average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
-        return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
+        return [p.data_ptr(), 0, average, square, state["step"].data_ptr(), growth]
 
-    def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
+    def run(self, at: UnitCoordinates, option: Option, growth: float) -> None:
         """One step."""
-        lr = self._by_block(option(self.all, "lr") * self.ratios)
-        moved = self._move_matrices(at, lr)
-        other = self._step_adam(at, lr, option, moved[:, 1])
-        if len(self.turning_index):
-            along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
-                1
-            )
-            growth = grow(self.turning, along)
-            turns = at.turns[self.turning_index] & (old > 0) & (new > 0)
-            factors = torch.where(turns, growth * (old / torch.where(turns, new, 1)).sqrt(), 1)
-            full = lr.new_ones(len(lr)).index_copy(0, self.turning_index, factors.float())
-            tiles = self.turning_tiles
-            scale_kernel[tiles.grid](self.pointed, tiles.tiles, full, num_warps=WARPS)
+        rates, lr = self._by_block(option(self.all, "lr") * self.ratios_and_ones).unbind()
+        momentum, moved = self._move_matrices(at, rates)
+        other = self._step_adam(at, rates, option, momentum[:, 1])
+        tiles = self.turning_tiles
+        if len(tiles.numbers):
+            decays = self._by_block(option(self.all, "weight_decay") * self.ratios_and_ones[1])
+            grow_kernel[len(tiles.numbers),](
+                self.pointed, tiles.tiles, tiles.firsts, momentum, moved, other, at.turns, at.catch_up,
+                self.all.shares, lr, decays, growth, self.scales, num_warps=1,
+            )  # fmt: skip
+            scale_kernel[tiles.grid](self.pointed, tiles.tiles, self.scales, num_warps=WARPS)
 
-    def _move_matrices(self, at: UnitCoordinates, lr: Tensor) -> Tensor:
-        """Muon's step: the sums <h, u>, <h, h>, and <u, u> before and after, by block."""
+    def _move_matrices(self, at: UnitCoordinates, rates: Tensor) -> tuple[Tensor, Tensor]:
+        """Muon's step: the sums <h, u> and <h, h>, and <u, u> before and after, by block."""
         if not self.batches:
-            return torch.zeros(len(lr), 4, dtype=torch.float64, device=self.device)
+            return self._find_sums(momentum_kernel), self._find_sums(move_kernel)
         group, tiles = self.optimizer.param_groups[0], self.orthogonal_tiles
         rule = group["momentum"], group["nesterov"]
-        momentum = self._launch(momentum_kernel, tiles, 2, at, self.directions, *rule)
-        norms = []
-        for batch in self.batches:
-            batch.copy_(orthogonalize(batch, batch.dtype))
-            norm = torch.linalg.vector_norm(batch, dim=(1, 2), dtype=torch.float32)
-            norms.append(torch.where(norm > 0, norm, 1) / math.sqrt(batch[0].numel()))
-        rates = lr.index_copy(0, self.order, lr[self.order] / torch.cat(norms))
-        moved = self._launch(move_kernel, tiles, 2, at, self.directions, rates)
-        return torch.cat([momentum[:, :2], moved[:, :2]], 1)
+        momentum = self._launch(momentum_kernel, tiles, 3, at, self.directions, *rule)
+        normalize_kernel[tiles.grid](
+            self.pointed, tiles.tiles, momentum[:, 2:], self.directions, self.normalized, num_warps=WARPS
+        )
+        for batch, diagonal in zip(self.batches, self.diagonals, strict=True):
+            iterate(batch, diagonal, out=batch)
+        squares = self._launch(direction_kernel, tiles, 1, at, self.normalized)
+        return momentum, self._launch(move_kernel, tiles, 2, at, self.normalized, squares, rates)
 
     def _step_adam(self, at: UnitCoordinates, lr: Tensor, option: Option, squares: Tensor) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
@@ -222,11 +245,17 @@ class KernelStep:
         kernel[tiles.grid](
             self.pointed, tiles.tiles, at.factors, at.sizes, partial, *arguments, num_warps=WARPS
         )
-        sums = partial.new_zeros(len(self.measurement.blocks), SUMS.value)
+        sums = self._find_sums(kernel)
         tiles.add_up(partial, sums, count)
         return sums
 
+    def _find_sums(self, kernel: Any) -> Tensor:
+        """Room for a kernel's sums, made once: those of blocks that it does not go over stay zero."""
+        if kernel not in self._sums:
+            shape = len(self.measurement.blocks), SUMS.value
+            self._sums[kernel] = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        return self._sums[kernel]
+
     def _by_block(self, values: Tensor) -> Tensor:
-        """Values of the blocks that move among those of all, in fp32."""
-        count = len(self.measurement.blocks)
-        return torch.zeros(count, device=self.device).index_copy(0, self.index, values.float())
+        """Values of all blocks, in fp32."""
+        return values.float()
