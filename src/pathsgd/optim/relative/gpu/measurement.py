@@ -43,6 +43,8 @@ class UnitMeasurement(RelativeMeasurement):
         strides = {name: tensors[name].stride() for name in names}
         self.layout = Layout(self.blocks, edges, strides, tensors[names[0]].device)
         self.tiles = self.layout.choose(range(len(self.blocks)))
+        self._ends = torch.stack([self.layout.heads, self.layout.tails])
+        self._linear = bool((self.layout.degrees == 1).all())
         self._addresses: list[int] = []
         self._fields = self.layout.fields
 
@@ -56,15 +58,16 @@ class UnitMeasurement(RelativeMeasurement):
     ) -> UnitCoordinates:
         layout, tiles = self.layout, self.tiles
         found = None
-        factors = torch.ones(len(layout.heads), device=network.device)
         if self.coordinates == "paths":
             found = measure_unit_factors(network, check)
-            by_class = found.factor.mantissa
-            factors = by_class[layout.heads] / by_class[layout.tails] ** layout.degrees
+            heads, tails = found.factor.mantissa[self._ends]
+            factors = heads / (tails if self._linear else tails**layout.degrees)
+        else:
+            factors = torch.ones(len(layout.heads), device=network.device)
         if network.arithmetic.exponents:  # the kernels have plain floats: the caller looks at this alone
             return UnitCoordinates(factors, factors, factors, factors, True)
         fields, partial = self._point(network.edges.tensors), tiles.make_partial()
-        sums = partial.new_zeros(len(self.blocks), SUMS.value)
+        sums = partial.new_empty(len(self.blocks), SUMS.value)
         norm_kernel[tiles.grid](fields, tiles.tiles, factors, factors, partial, False, num_warps=WARPS)
         tiles.add_up(partial, sums, 1)
         sizes, turns, catch_up = self._place(network.device)[0].measure(sums[:, 0].sqrt(), found)
