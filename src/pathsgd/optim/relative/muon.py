@@ -39,7 +39,8 @@ def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
     for step in range(STEPS):
         gram = x.mT @ x if tall else x @ x.mT
         # a + b gram + c gram^2, since adding a x to a product would copy all of x.
-        polynomial = torch.add(diagonal, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
+        polynomial = torch.add(diagonal, gram, alpha=b, out=torch.empty_like(gram))
+        polynomial.baddbmm_(gram, gram, alpha=c)
         factors = (x, polynomial) if tall else (polynomial, x)
         x = torch.bmm(*factors, out=out if step == STEPS - 1 else None)
     return x
@@ -52,8 +53,9 @@ def choose_dtype(x: Tensor) -> torch.dtype:
 
 
 def make_diagonal(x: Tensor) -> Tensor:
-    """The constant term of the polynomial, for matrices of this shape and dtype."""
-    return COEFFICIENTS[0] * torch.eye(min(x.shape[-2:]), dtype=x.dtype, device=x.device)
+    """The constant term of the polynomial, for matrices of this shape and dtype; not rounded to fp16."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return COEFFICIENTS[0] * torch.eye(min(x.shape[-2:]), dtype=dtype, device=x.device)
 
 
 def _normalize(matrices: Tensor) -> Tensor:
