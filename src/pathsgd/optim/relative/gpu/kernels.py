@@ -72,7 +72,7 @@ def _find_directions(piece, directions, i, c):
 def _find_inverse(squares, number):
     """1 / norm of a block, given the squares of norms among the sums; 1 if it is zero."""
     square = tl.load(squares + SUMS * number)
-    return tl.minimum(1.0 / tl.sqrt(tl.where(square > 0, square, 1.0)), 2.0**126).to(tl.float32)
+    return 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0))
 
 
 @triton.jit
@@ -115,8 +115,9 @@ def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum
 def normalize_kernel(pieces, tiles, squares, directions, normalized):
     """Divides directions by the norm of their block's, in another dtype if need be, in the same place."""
     piece, number, i, c, mask, _ = _find_tile(pieces, tiles)
-    direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0).to(tl.float32)
-    direction *= _find_inverse(squares, number)
+    # In fp64, where the inverse of a norm is in range.
+    direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0).to(tl.float64)
+    direction = (direction * _find_inverse(squares, number)).to(tl.float32)
     place = _find_directions(piece, normalized, i, c)
     tl.store(place, direction.to(normalized.dtype.element_ty), mask)
 
@@ -135,7 +136,7 @@ def move_kernel(pieces, tiles, factors, sizes, partial, directions, squares, rat
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
     direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0).to(tl.float32)
-    step = tl.load(rates + number) * _find_inverse(squares, number) * direction
+    step = (tl.load(rates + number) * _find_inverse(squares, number)).to(tl.float32) * direction
     tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
     _store_sum(partial, 0, u, u)
     _store_sum(partial, 1, u - step, u - step)
