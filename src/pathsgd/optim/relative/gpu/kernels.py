@@ -79,7 +79,8 @@ def _find_inverse(squares, number):
 def _store_sum(partial, column: tl.constexpr, x, y):
     """The sum of products over a tile, in fp64: no square is lost."""
     products = x.to(tl.float64) * y.to(tl.float64)
-    tl.store(partial + SUMS * tl.program_id(0) + column, tl.sum(tl.sum(products, 1), 0))
+    # Over rows first: a thread has all those of its columns, and shuffles nothing.
+    tl.store(partial + SUMS * tl.program_id(0) + column, tl.sum(tl.sum(products, 0), 0))
 
 
 @triton.jit
