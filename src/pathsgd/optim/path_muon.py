@@ -22,7 +22,7 @@ class PathMuon(PathNormalized):
     layer, biases and the weights of norms take Adam's direction. All of it happens in coordinates that a
     rescaling of units does not change, see :class:`pathsgd.PathNormalized`.
 
-    Momentum is orthogonalised in the precision of the model; on a GPU in bf16 if that is fp32.
+    Momentum is orthogonalised in the precision of the model; on a GPU in fp16 if that is fp32 or bf16.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.

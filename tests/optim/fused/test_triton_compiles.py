@@ -69,15 +69,20 @@ compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
 tensors = {
     **dict(pieces="*i64", partial="*fp64", sums="*fp64", directions="*bf16"),
     **dict.fromkeys(("tiles", "firsts", "numbers"), "*i32"),
-    **dict.fromkeys(("factors", "sizes", "rates", "decays", "keeps", "scales"), "*fp32"),
+    **dict.fromkeys(("factors", "sizes", "rescaling", "rates", "decays", "keeps", "scales"), "*fp32"),
+    **dict.fromkeys(("squares", "found", "moved", "other", "catch_up", "shares"), "*fp64"),
+    **dict(normalized="*fp16", turns="*i1"),
 }
 for kernel, constants in (
     (relative.norm_kernel, dict(GRADIENT=False)),
     (relative.norm_kernel, dict(GRADIENT=True)),
     (relative.momentum_kernel, dict(NESTEROV=True)),
     (relative.momentum_kernel, dict(NESTEROV=False)),
+    (relative.normalize_kernel, {}),
+    (relative.square_kernel, {}),
     (relative.move_kernel, dict(decays=None)),
-    (relative.move_kernel, {}),
+    (relative.move_kernel, dict(squares=None)),
+    (relative.grow_kernel, {}),
     (relative.direction_kernel, {}),
     (relative.adam_kernel, {}),
     (relative.scale_kernel, {}),

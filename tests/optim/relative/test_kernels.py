@@ -186,6 +186,34 @@ def test_a_rescaled_copy_takes_the_same_steps_to_the_last_bit(name):
     assert torch.equal(ends[0], ends[2])
 
 
+def test_the_scale_of_gradients_does_not_matter_to_matrices():
+    """Bit for bit, also where squares leave the range of fp32."""
+    ends = []
+    for scale in (1.0, 2.0**-90):
+        model, x = build(Mlp, torch.float32)
+        optimizer = PathMuon(model.to(DEVICE), x.to(DEVICE), implementation="triton")
+        (scale * model(x.to(DEVICE)).square().sum()).backward()
+        optimizer.step()
+        assert uses_kernels(optimizer)
+        ends.append(torch.cat([model[k].weight.detach().flatten() for k in (0, 2)]))
+    assert torch.equal(*ends)
+
+
+def test_both_ways_keep_the_same_growth():
+    """In a parameter of three blocks, too."""
+    found = []
+    for implementation in ("triton", "reference"):
+        model, x = CASES["Packed"]()
+        model, x = model.to(DEVICE), x.to(DEVICE)
+        optimizer = PathMuon(model, x, implementation=implementation)
+        train(model, x, optimizer)
+        states = [optimizer.state[p]["growth"] for p in (model.rows.weight, model.columns, model.head.weight)]
+        found.append(torch.cat(states, 1))
+    assert found[0].shape == (3, 7)
+    assert (found[1][0] != 0).all()
+    torch.testing.assert_close(*found, rtol=0.1 if DEVICE == "cuda" else 1e-4, atol=0)
+
+
 @pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}])
 def test_what_the_kernels_do_not_know_they_leave(options):
     model, x = build(Mlp, torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pathsgd.optim.relative.muon import orthogonalize
+from pathsgd.optim.relative.muon import iterate, make_diagonal, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 5), (1, 64, 64)])
@@ -50,3 +50,18 @@ def test_half_precision_is_asked_for():
     assert rough.dtype == torch.float32
     assert not torch.equal(rough, exact)
     assert (rough - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_result_can_go_where_the_matrices_were():
+    matrices = torch.randn(2, 6, 9)
+    x = matrices / matrices.norm(dim=(1, 2), keepdim=True)
+    expected = iterate(x, make_diagonal(x))
+    assert iterate(x, make_diagonal(x), out=x) is x
+    assert torch.equal(x, expected)
+
+
+def test_half_precision_rounds_no_coefficient():
+    """Rounded, 3.4445 would take singular values away by 5e-3 and more."""
+    matrices = torch.randn(2, 64, 200)
+    rough, exact = orthogonalize(matrices, torch.float16), orthogonalize(matrices, torch.float32)
+    assert (rough - exact).norm() < 4e-3 * exact.norm()

@@ -1,4 +1,4 @@
-"""How the norms of blocks grow: Adam on the logarithm of each.
+"""How the norms of blocks grow: Adam on the logarithm of each. ``grow_kernel`` does the same on a GPU.
 
 Turning keeps a block's norm, and a network whose scale starts too small could never become sure of anything.
 The derivative of the loss by the logarithm of a block's norm is <g, u>. By homogeneity it is about the same
@@ -20,6 +20,15 @@ KEY = "growth"
 """In the state of a parameter: both averages and the number of steps, for each of its blocks."""
 
 
+def find_state(state: dict[str, Tensor], p: Tensor, count: int) -> Tensor:
+    """The averages of a parameter with so many blocks, made at its first step."""
+    if KEY not in state:
+        state[KEY] = torch.zeros(3, count, dtype=torch.float64, device=p.device)
+    elif state[KEY].dtype != torch.float64 or not state[KEY].is_contiguous():
+        state[KEY] = state[KEY].double().contiguous()
+    return state[KEY]
+
+
 def find_growth(
     optimizer: Optimizer, parameters: Sequence[Tensor], counts: Sequence[int], along: Tensor
 ) -> Tensor:
@@ -31,12 +40,7 @@ def find_growth(
         counts: how many blocks each has.
         along: <g, u> of every block.
     """
-    states = []
-    for parameter, count in zip(parameters, counts, strict=True):
-        state = optimizer.state[parameter]
-        if KEY not in state:
-            state[KEY] = along.new_zeros(3, count)
-        states.append(state[KEY])
+    states = [find_state(optimizer.state[p], p, count) for p, count in zip(parameters, counts, strict=True)]
     first, second, steps = torch.cat(states, 1)
     first = first.lerp(along, 1 - BETAS[0])
     second = second.lerp(along.square(), 1 - BETAS[1])

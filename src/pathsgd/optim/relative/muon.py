@@ -17,16 +17,45 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration that takes all singular values near 1 in five steps."""
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+STEPS = 5
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest (semi-)orthogonal matrix of each in a batch, roughly, by Newton-Schulz."""
-    a, b, c = COEFFICIENTS
     x = _normalize(matrices).to(dtype)
+    return iterate(x, make_diagonal(x)).to(matrices.dtype)
+
+
+def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
+    """The iteration alone, on matrices of norm 1 or 0.
+
+    Args:
+        x: a batch of them.
+        diagonal: what :func:`make_diagonal` makes of it.
+        out: where the result goes; it may be x.
+    """
+    _, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    for step in range(STEPS):
+        gram = x.mT @ x if tall else x @ x.mT
+        # a + b gram + c gram^2, since adding a x to a product would copy all of x.
+        polynomial = torch.add(diagonal, gram, alpha=b, out=torch.empty_like(gram))
+        polynomial.baddbmm_(gram, gram, alpha=c)
+        factors = (x, polynomial) if tall else (polynomial, x)
+        x = torch.bmm(*factors, out=out if step == STEPS - 1 else None)
+    return x
+
+
+def choose_dtype(x: Tensor) -> torch.dtype:
+    """That of the iteration. On a GPU it is fp16 for fp32: matrices of norm 1 are within its range, and bf16
+    rounds eight times as much."""
+    return torch.float16 if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) else x.dtype
+
+
+def make_diagonal(x: Tensor) -> Tensor:
+    """The constant term of the polynomial, for matrices of this shape and dtype; not rounded to fp16."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return COEFFICIENTS[0] * torch.eye(min(x.shape[-2:]), dtype=dtype, device=x.device)
 
 
 def _normalize(matrices: Tensor) -> Tensor:
@@ -120,8 +149,7 @@ class RelativeMuon(Optimizer):
                 by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append((matrix, block.of(p)))
         for (rows, columns), pairs in by_shape.items():
             batch = torch.stack([matrix for matrix, _ in pairs])
-            fast = batch.is_cuda and batch.dtype == torch.float32
-            found = orthogonalize(batch, torch.bfloat16 if fast else batch.dtype)
+            found = orthogonalize(batch, choose_dtype(batch))
             found = _normalize(found).mul_((rows * columns) ** 0.5)
             for (_, own), d in zip(pairs, found.unbind(), strict=True):
                 own.sub_(group["lr"] * d.reshape(own.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +147,7 @@ class RelativeSteps:
                 kernels.run(
                     units,
                     lambda subset, name: per_block(subset, groups, name, kernels.ratios),
-                    grow,
+                    self.growth,
                     rescale(),
                 )
 
@@ -224,12 +225,18 @@ class RelativeSteps:
 
 def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> float | Tensor:
     """An option of every block, 0 if there is none; one number where all have the same."""
-    found = [groups[block.name].get(name, 0.0) for block in subset.blocks]
+    runs = [
+        (next(own), 1 + len(list(own))) for _, own in groupby(subset.blocks, lambda b: id(groups[b.name]))
+    ]
+    found = [groups[block.name].get(name, 0.0) for block, _ in runs]
     tensors = any(isinstance(value, Tensor) for value in found)  # not to be looked at
     if all(value is found[0] or (not tensors and value == found[0]) for value in found[1:]):
         return found[0]
-    return torch.stack(
-        [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
+    return torch.cat(
+        [
+            (value.to(like) if isinstance(value, Tensor) else like.new_full((), value)).expand(count)
+            for value, (_, count) in zip(found, runs, strict=True)
+        ]
     )
 
 

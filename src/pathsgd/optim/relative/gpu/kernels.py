@@ -5,17 +5,24 @@ the input. Sums over a block are written tile by tile and added up by ``sum_kern
 atomically, so a step gives the same bits every time.
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+from pathsgd.optim.relative.growth import BETAS
 
 ROWS: tl.constexpr = tl.constexpr(8)
 COLUMNS: tl.constexpr = tl.constexpr(256)
 """Of a tile."""
 WARPS = 8
-FIELDS: tl.constexpr = tl.constexpr(14)
+FIELDS: tl.constexpr = tl.constexpr(16)
 """Of a piece of a block."""
 SUMS: tl.constexpr = tl.constexpr(3)
 """The most a kernel finds of a tile."""
+BETA_FIRST, BETA_SECOND = tl.constexpr(BETAS[0]), tl.constexpr(BETAS[1])
+LOG_FIRST, LOG_SECOND = tl.constexpr(math.log(BETAS[0])), tl.constexpr(math.log(BETAS[1]))
+"""Of growth.py."""
 
 
 @triton.jit
@@ -55,9 +62,16 @@ def _pointer(piece, field: tl.constexpr):
 
 
 @triton.jit
-def _place(piece, directions, i, c):
-    """Where the directions of entries lie."""
+def _find_directions(piece, directions, i, c):
+    """Where the directions of a tile lie."""
     return directions + tl.load(piece + 12) + i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
+
+
+@triton.jit
+def _find_inverse(squares, number):
+    """1 / norm of a block, given the squares of norms among the sums; 1 if it is zero."""
+    square = tl.load(squares + SUMS * number)
+    return 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0))
 
 
 @triton.jit
@@ -70,7 +84,8 @@ def _store_rescaled(piece, rescaling, i, c, at, mask, w):
 def _store_sum(partial, column: tl.constexpr, x, y):
     """The sum of products over a tile, in fp64: no square is lost."""
     products = x.to(tl.float64) * y.to(tl.float64)
-    tl.store(partial + SUMS * tl.program_id(0) + column, tl.sum(tl.sum(products, 1), 0))
+    # Over rows first: a thread has all those of its columns, and shuffles nothing.
+    tl.store(partial + SUMS * tl.program_id(0) + column, tl.sum(tl.sum(products, 0), 0))
 
 
 @triton.jit
@@ -88,25 +103,52 @@ def norm_kernel(pieces, tiles, factors, sizes, partial, GRADIENT: tl.constexpr):
 
 @triton.jit
 def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum, NESTEROV: tl.constexpr):
-    """Momentum of h, and the direction that is to be orthogonalised; <h, u> and <h, h>."""
+    """Momentum of h, and the direction d that is to be orthogonalised; <h, u>, <h, h> and <d, d>."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     _, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
     h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
     buffer = momentum * tl.load(_pointer(piece, 2) + at, mask, 0.0) + h
     tl.store(_pointer(piece, 2) + at, buffer, mask)
     direction = h + momentum * buffer if NESTEROV else buffer
-    tl.store(_place(piece, directions, i, c), direction.to(directions.dtype.element_ty), mask)
+    place = _find_directions(piece, directions, i, c)
+    tl.store(place, direction.to(directions.dtype.element_ty), mask)
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, h, h)
+    _store_sum(partial, 2, direction, direction)
 
 
 @triton.jit
-def move_kernel(pieces, tiles, factors, sizes, partial, rescaling, directions, rates, decays=None):
-    """Moves weights along their direction, shrinks and rescales them; <u, u> before and after."""
+def normalize_kernel(pieces, tiles, squares, directions, normalized):
+    """Divides directions by the norm of their block's, in another dtype if need be, in the same place."""
+    piece, number, i, c, mask, _ = _find_tile(pieces, tiles)
+    # In fp64, where the inverse of a norm is in range.
+    direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0).to(tl.float64)
+    direction = (direction * _find_inverse(squares, number)).to(tl.float32)
+    place = _find_directions(piece, normalized, i, c)
+    tl.store(place, direction.to(normalized.dtype.element_ty), mask)
+
+
+@triton.jit
+def square_kernel(pieces, tiles, factors, sizes, partial, directions):
+    """<d, d> of directions."""
+    piece, _, i, c, mask, _ = _find_tile(pieces, tiles)
+    direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0)
+    _store_sum(partial, 0, direction, direction)
+
+
+@triton.jit
+def move_kernel(
+    pieces, tiles, factors, sizes, partial, rescaling, directions, rates, squares=None, decays=None
+):  # fmt: skip
+    """Moves weights along their direction, of norm 1 if its squares are given, shrinks and rescales them;
+    <u, u> before and after."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
-    direction = tl.load(_place(piece, directions, i, c), mask, 0.0).to(tl.float32)
-    step = tl.load(rates + number) * direction
+    direction = tl.load(_find_directions(piece, directions, i, c), mask, 0.0).to(tl.float32)
+    rate = tl.load(rates + number)
+    if squares is not None:
+        rate = (rate * _find_inverse(squares, number)).to(tl.float32)
+    step = rate * direction
     if decays is not None:
         step += tl.load(decays + number) * u
     _store_rescaled(piece, rescaling, i, c, at, mask, w - step * scale)
@@ -143,7 +185,7 @@ def direction_kernel(
     direction = _average(
         piece, at, mask, h, first, rest_first, log_first, second, rest_second, log_second, eps
     )
-    tl.store(_place(piece, directions, i, c), direction, mask)
+    tl.store(_find_directions(piece, directions, i, c), direction, mask)
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, h, h)
 
@@ -166,6 +208,43 @@ def adam_kernel(
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, u, u)
     _store_sum(partial, 2, u - step, u - step)
+
+
+@triton.jit
+def grow_kernel(
+    pieces, tiles, firsts, found, moved, other, turns, catch_up, shares, rates, decays, growth, scales,
+):  # fmt: skip
+    """What a block is multiplied by, so that it turns and its norm grows: growth.py, a program a block.
+
+    Args:
+        found, moved, other: the sums that the kernels of Muon and of Adam found.
+        rates: lr of every block.
+        growth: how fast norms grow, in units of it.
+        scales: what is found.
+    """
+    piece = pieces + tl.load(tiles + 3 * tl.load(firsts + tl.program_id(0))) * FIELDS
+    number = tl.load(piece + 13)
+    at = SUMS * number
+    along = tl.load(found + at) + tl.load(other + at)
+    old = tl.load(moved + at) + tl.load(other + at + 1)
+    new = tl.load(moved + at + 1) + tl.load(other + at + 2)
+    state, next_row = tl.load(piece + 14).to(tl.pointer_type(tl.float64)), tl.load(piece + 15)
+    first = BETA_FIRST * tl.load(state) + (1 - BETA_FIRST) * along
+    second = BETA_SECOND * tl.load(state + next_row) + (1 - BETA_SECOND) * along * along
+    steps = tl.load(state + 2 * next_row) + 1
+    tl.store(state, first)
+    tl.store(state + next_row, second)
+    tl.store(state + 2 * next_row, steps)
+    mean = first / (1 - tl.exp(steps * LOG_FIRST))
+    square = second / (1 - tl.exp(steps * LOG_SECOND))
+    direction = -mean / tl.sqrt(tl.where(square > 0, square, 1.0))  # 0 where the square is, too
+    catch = tl.load(catch_up + number)
+    speed = growth * tl.where(catch > 1, catch, tl.load(shares + number))
+    rate = tl.load(rates + number).to(tl.float64)
+    grown = tl.exp(rate * speed * direction) * (1 - rate * tl.load(decays + number))
+    turning = (tl.load(turns + number) != 0) & (old > 0) & (new > 0)
+    turned = grown * tl.sqrt(old / tl.where(turning, new, 1.0))
+    tl.store(scales + number, tl.where(turning, turned, 1.0).to(tl.float32))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ columns of a kernel are its inputs at all places. The fields of a piece are
     10-11  where the factors of its rows and of its inputs begin
     12     where its direction begins among those of all matrices
     13     the number of its block
+    14-15  address of the first average of its growth, and how far it is from there to the next row
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Layout:
                 fields.append(
                     [0] * 5
                     + [len(own), columns, shape.row, shape.repeated, len(inputs)]
-                    + [start, start + len(own), 0, number]
+                    + [start, start + len(own), 0, number, 0, 0]
                 )
                 start += len(own) + len(inputs)
                 self.offsets.append(own.start * shape.row + inputs.start)

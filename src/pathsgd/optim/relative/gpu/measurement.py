@@ -45,6 +45,7 @@ class UnitMeasurement(RelativeMeasurement):
         strides = {name: tensors[name].stride() for name in names}
         self.layout = Layout(self.blocks, edges, strides, tensors[names[0]].device)
         self.tiles = self.layout.choose(range(len(self.blocks)))
+        self._linear = bool((self.layout.degrees == 1).all())
         self._addresses: list[int] = []
         self._fields = self.layout.fields
 
@@ -58,15 +59,16 @@ class UnitMeasurement(RelativeMeasurement):
     ) -> UnitCoordinates:
         layout, tiles = self.layout, self.tiles
         found = units = None
-        factors = torch.ones(len(layout.heads), device=network.device)
         if self.coordinates == "paths":
             found = measure_unit_factors(network, check)
             by_class, units = found.factor.mantissa, read_units(found)
             factors = self.spread(by_class, by_class)
+        else:
+            factors = torch.ones(len(layout.heads), device=network.device)
         if network.arithmetic.exponents:  # the kernels have plain floats: the caller looks at this alone
             return UnitCoordinates(factors, factors, factors, factors, True)
         fields, partial = self._point(network.edges.tensors), tiles.make_partial()
-        sums = partial.new_zeros(len(self.blocks), SUMS.value)
+        sums = partial.new_empty(len(self.blocks), SUMS.value)
         norm_kernel[tiles.grid](fields, tiles.tiles, factors, factors, partial, False, num_warps=WARPS)
         tiles.add_up(partial, sums, 1)
         sizes, turns, catch_up = self._place(network.device)[0].measure(sums[:, 0].sqrt(), found)
@@ -74,7 +76,8 @@ class UnitMeasurement(RelativeMeasurement):
 
     def spread(self, into: Tensor, out: Tensor) -> Tensor:
         """Factors of classes in the order of the layout."""
-        return into[self.layout.heads] / out[self.layout.tails] ** self.layout.degrees
+        heads, tails = into[self.layout.heads], out[self.layout.tails]
+        return heads / (tails if self._linear else tails**self.layout.degrees)
 
     def _point(self, tensors: Tensors) -> Tensor:
         """The fields with the addresses of the weights, which seldom change."""

@@ -17,28 +17,36 @@ from pathsgd.optim.relative.gpu.kernels import (
     WARPS,
     adam_kernel,
     direction_kernel,
+    grow_kernel,
     momentum_kernel,
     move_kernel,
     norm_kernel,
+    normalize_kernel,
     scale_kernel,
+    square_kernel,
 )
 from pathsgd.optim.relative.gpu.layout import Tiles
 from pathsgd.optim.relative.gpu.measurement import UnitCoordinates, UnitMeasurement
 from pathsgd.optim.relative.gpu.spectral_norms import SpectralNorms
+from pathsgd.optim.relative.growth import find_state
 from pathsgd.optim.relative.muon import (
     RelativeMuon,
+    choose_dtype,
     find_averages,
     find_momentum,
     is_orthogonal,
-    orthogonalize,
+    iterate,
+    make_diagonal,
 )
 from pathsgd.optim.relative.unit_scales import Rescaling
 
 OPTIONS = ("momentum", "nesterov", "betas", "eps")
 """Those that cannot differ between groups here."""
 
+ADDRESSES = (0, 1, 2, 3, 4, 14)
+"""The fields that have them."""
+
 Option = Callable[[BlockSubset, str], "float | Tensor"]
-Grow = Callable[[BlockSubset, Tensor], Tensor]
 
 
 def is_supported(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
@@ -82,31 +90,47 @@ class KernelStep:
         by_name = measurement.by_name
         self.matrices = {n for n in names if (is_orthogonal(by_name[n]) if muon else by_name[n][0].turns)}
         """Whose directions are looked at as matrices: Muon orthogonalises them, Adam's are measured."""
-        self.moved = [k for k, block in enumerate(blocks) if block.name in parameters]
-        matrices = [k for k in self.moved if blocks[k].name in self.matrices]
-        others = [k for k in self.moved if blocks[k].name not in self.matrices]
-        turning = [k for k in self.moved if blocks[k].turns]
+        moved = [k for k, block in enumerate(blocks) if block.name in parameters]
+        matrices = [k for k in moved if blocks[k].name in self.matrices]
+        others = [k for k in moved if blocks[k].name not in self.matrices]
         # Families in which a gradient may be rounding beside another's.
         gated = {blocks[k].family for k in others if not blocks[k].turns}
-        self.orthogonal_tiles, self.other_tiles = layout.choose(matrices), layout.choose(others)
+        self.matrix_tiles, self.other_tiles = layout.choose(matrices), layout.choose(others)
         self.gated_tiles = layout.choose([k for k in others if blocks[k].family in gated])
-        self.turning_tiles = layout.choose(turning)
-        self.all = measurement.subset(names, self.device)
-        self.turning = measurement.subset([n for n in names if measurement.by_name[n][0].turns], self.device)
-        self.index = torch.tensor(self.moved, device=self.device)
-        self.turning_index = torch.tensor(turning, device=self.device)
-        self.ratios = torch.tensor(self.all.ratios, device=self.device)
+        self.turning_tiles = layout.choose([k for k in moved if blocks[k].turns])
+        self.all = measurement.subset(measurement.names, self.device)
+        chosen = set(matrices if muon else ())
+        # Muon moves a matrix by its direction, which has root mean square 1.
+        norms = [math.sqrt(block.numel) if k in chosen else 1.0 for k, block in enumerate(blocks)]
+        ratios = [ratio * norm for ratio, norm in zip(self.all.ratios, norms, strict=True)]
+        self.ratios = torch.tensor(ratios, device=self.device)
+        self.ratios_and_ones = torch.stack([self.ratios, torch.ones_like(self.ratios)])
+        self.scales = torch.ones_like(self.ratios)
+        self._sums: dict[Any, Tensor] = {}
         self.fields = layout.fields.clone()
-        self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
+        self.pieces = [piece for k in moved for piece in layout.pieces_of[k]]
         dtype = torch.bfloat16 if muon and self.device.type == "cuda" else torch.float32
-        self.directions, self.batches, self.order = self._place_directions(matrices, dtype)
+        self.directions, batches, self.order = self._place_directions(matrices, dtype)
+        dtype = choose_dtype(self.directions)
+        self.normalized = self.directions.view(dtype)
+        """In the same place."""
+        self.batches = [batch.view(dtype) for batch in batches]
         measured = {n: p for n, p in parameters.items() if n in self.matrices and not muon}
         self.norms = SpectralNorms(optimizer, measured, measurement, self.order) if measured else None
-        self.ones = torch.ones(len(layout.heads), device=self.device)
+        diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches if muon}
+        self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches if muon]
+        self.no_rescaling = torch.ones(len(layout.heads), device=self.device)
+        counts = [len(measurement.by_name[name]) for name in measurement.names]
+        block_of = self.fields[:, 13]
+        self.fields[:, 15] = torch.tensor([count for count in counts for _ in range(count)])[block_of]
         self.pointed = self.fields.to(self.device)
         number = {name: k for k, name in enumerate(names)}
         self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
-        self._bytes = 4 * torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        offsets = torch.tensor([layout.offsets[piece] for piece in self.pieces])
+        self._bytes = 4 * offsets[:, None] * torch.tensor([1, 1, 1, 1, 0, 0])
+        self._bytes[:, 5] = (
+            8 * torch.tensor([k for count in counts for k in range(count)])[block_of[self.pieces]]
+        )
         self._addresses: list[list[int]] = []
         self._gradients: list[int] = []
         self._spare = self._make_room()
@@ -154,9 +178,8 @@ class KernelStep:
         found = torch.tensor(self._addresses)
         found[:, 1] = torch.tensor(gradients)
         found = found[self._parameter_of]
-        found[:, :4] += self._bytes[:, None]
         fields.copy_(self.fields)
-        fields[self.pieces, :5] = found
+        fields[torch.tensor(self.pieces)[:, None], torch.tensor(ADDRESSES)] = found + self._bytes
         self.pointed.copy_(fields, non_blocking=True)
         if capturing:
             self._captured.append(fields)  # a replay copies it again
@@ -164,71 +187,71 @@ class KernelStep:
         self._spare = self._make_room()
 
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
-        """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
+        """The addresses of weight, (gradient,) state, number of steps and growth; state is made at the first
+        step."""
         state = self.optimizer.state[p]
+        blocks = self.measurement.by_name[name]
+        growth = find_state(state, p, len(blocks)).data_ptr() if blocks[0].turns else 0
         if name in self.matrices and self.norms is None:
             buffer = find_momentum(state, p).data_ptr()
-            return [p.data_ptr(), 0, buffer, buffer, 0]
+            return [p.data_ptr(), 0, buffer, buffer, 0, growth]
         find_averages(state, p)
         if state["step"].dtype != torch.float32:
             state["step"] = state["step"].float()
         average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
-        return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
+        return [p.data_ptr(), 0, average, square, state["step"].data_ptr(), growth]
 
-    def run(self, at: UnitCoordinates, option: Option, grow: Grow, rescaling: Rescaling | None) -> None:
+    def run(
+        self, at: UnitCoordinates, option: Option, growth: float, rescaling: Rescaling | None = None
+    ) -> None:
         """One step, after which units are rescaled."""
-        ratios = self.ones if rescaling is None else self.measurement.spread(*rescaling).float()
+        ratios = self.no_rescaling if rescaling is None else self.measurement.spread(*rescaling).float()
         averaged = [p for n, p in self.parameters.items() if self.norms or n not in self.matrices]
         if averaged:
             foreach("add_", [self.optimizer.state[p]["step"] for p in averaged], 1)
-        rate = option(self.all, "lr")
-        decay = option(self.all, "weight_decay") if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
-        lr = self._by_block(rate * self.ratios)
-        decays = self._by_block(rate * decay * torch.ones_like(self.ratios))
+        rate, decay = option(self.all, "lr"), option(self.all, "weight_decay")
+        rates, lr = (rate * self.ratios_and_ones).float().unbind()
+        decays = (decay * self.ratios_and_ones[1]).float()
+        # AdamW's own, which the turn takes back: norms decay when they grow.
+        own_decays = lr * decays if isinstance(self.optimizer, torch.optim.AdamW) else torch.zeros_like(lr)
         if self.norms is None:
-            moved = self._move_matrices(at, lr, ratios)
+            found, moved = self._move_orthogonal(at, rates, ratios)
         else:
-            moved = self._move_measured(
-                at, self._by_block(rate * self.all.spectral), decays, self.norms, ratios
-            )
-        other = self._step_adam(at, lr, decays, moved[:, 1], ratios)
-        if len(self.turning_index):
-            along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
-                1
-            )
-            growth = grow(self.turning, along)
-            turns = at.turns[self.turning_index] & (old > 0) & (new > 0)
-            factors = torch.where(turns, growth * (old / torch.where(turns, new, 1)).sqrt(), 1)
-            full = lr.new_ones(len(lr)).index_copy(0, self.turning_index, factors.float())
-            tiles = self.turning_tiles
-            scale_kernel[tiles.grid](self.pointed, tiles.tiles, full, num_warps=WARPS)
+            lengths = (rate * self.all.spectral).float()
+            found, moved = self._move_measured(at, lengths, own_decays, self.norms, ratios)
+        other = self._step_adam(at, rates, own_decays, found[:, 1], ratios)
+        tiles = self.turning_tiles
+        if len(tiles.numbers):
+            grow_kernel[len(tiles.numbers),](
+                self.pointed, tiles.tiles, tiles.firsts, found, moved, other, at.turns, at.catch_up,
+                self.all.shares, lr, decays, growth, self.scales, num_warps=1,
+            )  # fmt: skip
+            scale_kernel[tiles.grid](self.pointed, tiles.tiles, self.scales, num_warps=WARPS)
 
-    def _move_matrices(self, at: UnitCoordinates, lr: Tensor, ratios: Tensor) -> Tensor:
-        """Muon's step: the sums <h, u>, <h, h>, and <u, u> before and after, by block."""
+    def _move_orthogonal(self, at: UnitCoordinates, rates: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
+        """Muon's step: the sums <h, u> and <h, h>, and <u, u> before and after, by block."""
         if not self.batches:
-            return torch.zeros(len(lr), 4, dtype=torch.float64, device=self.device)
-        group, tiles = self.optimizer.param_groups[0], self.orthogonal_tiles
+            return self._find_sums(momentum_kernel), self._find_sums(move_kernel)
+        group, tiles = self.optimizer.param_groups[0], self.matrix_tiles
         rule = group["momentum"], group["nesterov"]
-        momentum = self._launch(momentum_kernel, tiles, 2, at, self.directions, *rule)
-        norms = []
-        for batch in self.batches:
-            batch.copy_(orthogonalize(batch, batch.dtype))
-            norm = torch.linalg.vector_norm(batch, dim=(1, 2), dtype=torch.float32)
-            norms.append(torch.where(norm > 0, norm, 1) / math.sqrt(batch[0].numel()))
-        rates = lr.index_copy(0, self.order, lr[self.order] / torch.cat(norms))
-        moved = self._launch(move_kernel, tiles, 2, at, ratios, self.directions, rates)
-        return torch.cat([momentum[:, :2], moved[:, :2]], 1)
+        momentum = self._launch(momentum_kernel, tiles, 3, at, self.directions, *rule)
+        normalize_kernel[tiles.grid](
+            self.pointed, tiles.tiles, momentum[:, 2:], self.directions, self.normalized, num_warps=WARPS
+        )
+        for batch, diagonal in zip(self.batches, self.diagonals, strict=True):
+            iterate(batch, diagonal, out=batch)
+        squares = self._launch(square_kernel, tiles, 1, at, self.normalized)
+        return momentum, self._launch(move_kernel, tiles, 2, at, ratios, self.normalized, rates, squares)
 
     def _move_measured(
         self, at: UnitCoordinates, lengths: Tensor, decays: Tensor, norms: SpectralNorms, ratios: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Adam's step of matrices, of these spectral norms: the same sums."""
-        tiles = self.orthogonal_tiles
+        tiles = self.matrix_tiles
         found = self._launch(direction_kernel, tiles, 2, at, self.directions, *self._find_rule())
         norm = norms.find(self.batches)
         lengths = lengths.index_copy(0, self.order, lengths[self.order] / torch.where(norm > 0, norm, 1))
-        moved = self._launch(move_kernel, tiles, 2, at, ratios, self.directions, lengths, decays)
-        return torch.cat([found[:, :2], moved[:, :2]], 1)
+        return found, self._launch(move_kernel, tiles, 2, at, ratios, self.directions, lengths, None, decays)
 
     def _find_rule(self) -> list[float]:
         """What the kernels are told of Adam."""
@@ -241,7 +264,7 @@ class KernelStep:
     ) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
         if not len(self.other_tiles.numbers):
-            return torch.zeros(len(lr), SUMS.value, dtype=torch.float64, device=self.device)
+            return self._find_sums(adam_kernel)
         keeps = torch.ones_like(lr)
         if len(self.gated_tiles.numbers):
             squares = squares + self._launch(norm_kernel, self.gated_tiles, 1, at, True)[:, 0]
@@ -257,11 +280,13 @@ class KernelStep:
         kernel[tiles.grid](
             self.pointed, tiles.tiles, at.factors, at.sizes, partial, *arguments, num_warps=WARPS
         )
-        sums = partial.new_zeros(len(self.measurement.blocks), SUMS.value)
+        sums = self._find_sums(kernel)
         tiles.add_up(partial, sums, count)
         return sums
 
-    def _by_block(self, values: Tensor) -> Tensor:
-        """Values of the blocks that move among those of all, in fp32."""
-        count = len(self.measurement.blocks)
-        return torch.zeros(count, device=self.device).index_copy(0, self.index, values.float())
+    def _find_sums(self, kernel: Any) -> Tensor:
+        """Room for a kernel's sums, made once: those of blocks that it does not go over stay zero."""
+        if kernel not in self._sums:
+            shape = len(self.measurement.blocks), SUMS.value
+            self._sums[kernel] = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        return self._sums[kernel]
