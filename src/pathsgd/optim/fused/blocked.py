@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,33 +30,32 @@ class Blocked:
         self.p, self.dtype = p, dtype
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: ExponentFrame) -> None:
-        self.frame, self._count = frame, len(into)
-        self._lengths = [len(vector) for vector in (*into, *out)]
-        # All vectors as one: each call of torch costs as much as the work on a few thousand numbers.
+        self.frame, self._lengths = frame, [len(vector) for vector in (*into, *out)]
+        # All vectors as one, with views that are made once: each call of torch costs as much as the work on a
+        # few thousand numbers.
         self._sums = torch.cat([*into, *out])
+        self._inverse = torch.empty_like(self._sums)
         views = self._sums.split(self._lengths)
-        self.next_into, self.next_out = views[: self._count], views[self._count :]
-        self._inverse: Tensor | None = None
-        self.finish()
+        self.next_into, self.next_out = views[: len(into)], views[len(into) :]
+        self._roots: dict[bool, Roots] = {}
+        self._invert(None)
 
     def finish(self) -> None:
-        before = self._inverse
+        self._invert(self._inverse)
+
+    def _invert(self, before: Tensor | None) -> None:
         self._in_range, self._all_live = self._check_range(before)
-        self._inverse = inverse_root(self._sums, self.p, self._all_live)
-        self._split: dict[bool, Roots] = {}
+        inverse_root(self._sums, self.p, self._all_live, out=self._inverse)
+        self._current: set[bool] = set()
 
     def roots(self, plain: bool) -> Roots:
         """What a step multiplies by: ``gamma^(-1/2)``, or ``1 / gamma`` for a plain rule."""
-        if plain not in self._split:
-            assert self._inverse is not None
-            parts = (self._inverse.square() if plain else self._inverse).split(self._lengths)
-            out, power = parts[self._count :], 2 if plain else 1
-            self._split[plain] = Roots(
-                parts[: self._count],
-                [_times(root, self.frame.root_factor(k) ** power) for k, root in enumerate(out)],
-                [_times(root, self.frame.bias_root_factor(k) ** power) for k, root in enumerate(out)],
-            )
-        return self._split[plain]
+        if plain not in self._roots:
+            self._roots[plain] = Roots(self._lengths, self.frame, self.dtype, power=2 if plain else 1)
+        if plain not in self._current:
+            self._roots[plain].fill(self._inverse)
+            self._current.add(plain)
+        return self._roots[plain]
 
     def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
         launch(layers)
@@ -76,7 +74,7 @@ class Blocked:
         scratch = take_scratch(min(step, layer.rows), layer.columns, self.dtype)
         if move:
             roots = self.roots(is_plain(layer.rule))
-            head, tail = roots.out[k].unsqueeze(1), roots.into[k]
+            head, tail = roots.out[k], roots.into[k]
             all_live = self._all_live or (bool((head > 0).all()) and bool((tail > 0).all()))
         for start in range(0, layer.rows, step):
             weight, (block, *buffers) = layer.weight, scratch
@@ -134,14 +132,34 @@ class Blocked:
         return bool(torch.where(sums == 0, 1.0, sums).min() >= low) and most <= high, False
 
 
-@dataclass(frozen=True)
 class Roots:
-    """One number for each input and each output of every layer."""
+    """The inverse roots of all vectors, or their squares: one number for each input and output of a layer."""
 
-    into: Sequence[Tensor]
-    out: Sequence[Tensor]
-    bias: Sequence[Tensor]
-    """As ``out``, for biases, whose gamma_in is 1."""
+    def __init__(self, lengths: Sequence[int], frame: ExponentFrame, dtype: torch.dtype, power: int) -> None:
+        self.power, count = power, len(lengths) // 2
+        self._whole = torch.empty(sum(lengths), dtype=dtype)
+        views = self._whole.split(list(lengths))
+        self.into, out = views[:count], views[count:]
+        self._bias_factors = [frame.bias_root_factor(k) ** power for k in range(count)]
+        self._factors = [frame.root_factor(k) ** power for k in range(count)]
+        self.bias = [
+            torch.empty_like(x) if f != g else x
+            for x, f, g in zip(out, self._factors, self._bias_factors, strict=True)
+        ]
+        """Of the biases, whose gamma_in is 1."""
+        self.out = [x.unsqueeze(1) for x in out]
+
+    def fill(self, inverse: Tensor) -> None:
+        if self.power == 2:
+            torch.mul(inverse, inverse, out=self._whole)
+        else:
+            self._whole.copy_(inverse)
+        for out, factor, bias, bias_factor in zip(
+            self.out, self._factors, self.bias, self._bias_factors, strict=True
+        ):
+            if factor != bias_factor:
+                torch.mul(out.squeeze(1), bias_factor, out=bias)
+            _multiply(out, factor)
 
 
 def update_(
@@ -213,10 +231,15 @@ def is_plain(rule: Rule) -> bool:
     return rule.method == "sgd" and not rule.momentum and not rule.coupled_decay
 
 
-def inverse_root(x: Tensor, p: int, all_live: bool = False) -> Tensor:
+def inverse_root(x: Tensor, p: int, all_live: bool, out: Tensor) -> None:
     """``x^(-1/p)`` for p = 1, 2, 4, and 0 for a dead unit."""
-    root = x if p == 1 else x.sqrt() if p == 2 else x.sqrt().sqrt()
-    return root.reciprocal() if all_live else torch.where(root > 0, 1 / root, 0)
+    root = x if p == 1 else torch.sqrt(x, out=out)
+    if p == 4:
+        root.sqrt_()
+    if all_live:
+        torch.reciprocal(root, out=out)
+    else:
+        out.copy_(torch.where(root > 0, 1 / root, 0))
 
 
 def _rows(x: Tensor, rows: slice | None) -> Tensor:
