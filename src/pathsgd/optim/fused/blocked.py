@@ -184,8 +184,7 @@ def update_(
     if is_plain(rule):
         _move(weight, grad, root, lr if rule.maximize else -lr)
         return
-    h_buffer, z = buffers or (torch.empty_like(root), torch.empty_like(root))
-    h = torch.mul(grad, root, out=h_buffer)
+    h = torch.mul(grad, root, out=buffers[0] if buffers else None)
     if rule.maximize:
         h.neg_()
     if rule.coupled_decay:
@@ -194,7 +193,8 @@ def update_(
         (u,), _ = apply_momentum([h], list(state), rule.momentum, rule.nesterov, _overwrite)
         _move(weight, u, root, -lr)
         return
-    torch_rules.step_from_zero_(z.zero_(), h, state, rule)
+    z = buffers[1].zero_() if buffers else torch.zeros_like(root)
+    torch_rules.step_from_zero_(z, h, state, rule)
     _move(weight, z, root, 1.0)
 
 
