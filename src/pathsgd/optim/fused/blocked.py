@@ -137,7 +137,7 @@ class Roots:
 
     def __init__(self, lengths: Sequence[int], frame: ExponentFrame, dtype: torch.dtype, power: int) -> None:
         self.power, count = power, len(lengths) // 2
-        self._whole = torch.empty(sum(lengths), dtype=dtype)
+        self._whole = torch.empty(sum(lengths), dtype=dtype, device="cpu")
         views = self._whole.split(list(lengths))
         self.into, out = views[:count], views[count:]
         self._bias_factors = [frame.bias_root_factor(k) ** power for k in range(count)]
@@ -183,6 +183,12 @@ def update_(
         weight.mul_(1 - lr * decay)
     if is_plain(rule):
         _move(weight, grad, root, lr if rule.maximize else -lr)
+        return
+    momentum_alone = rule.method == "sgd" and not rule.nesterov and not rule.coupled_decay
+    if momentum_alone and state[0].dtype == grad.dtype == root.dtype:
+        # apply_momentum in two passes: h is not stored.
+        _move(state[0].mul_(rule.momentum), grad, root, -1.0 if rule.maximize else 1.0)
+        _move(weight, state[0], root, -lr)
         return
     h = torch.mul(grad, root, out=buffers[0] if buffers else None)
     if rule.maximize:

@@ -19,12 +19,7 @@ from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
-from pathsgd.optim.fused.gpu.triton_kernels import (
-    OPTIONS,
-    OUT_AT_ONCE,
-    finish_kernel,
-    layer_kernel,
-)
+from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.on_device import on_device
@@ -151,16 +146,9 @@ class TritonChain:
 
     def finish(self) -> None:
         _, low, high = safe_range(torch.float32)
+        numbers = {"P": self.p, "BLOCK": FINISH_BLOCK, **OPTIONS}
         finish_kernel[(len(self.table),)](
-            self.parts,
-            self.inverse,
-            self.table,
-            self.flag,
-            low,
-            high,
-            P=self.p,
-            BLOCK=FINISH_BLOCK,
-            **OPTIONS,
+            self.parts, self.inverse, self.table, self.flag, low, high, **numbers
         )
 
     def in_range(self, wait: bool = True) -> bool:
