@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
-from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, finish_kernel, layer_kernel
 from pathsgd.optim.relative.gpu import kernels as relative
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
@@ -32,11 +32,12 @@ def kind(name, low):
     return "fp32"
 
 
-def compiled(kernel, types, constants):
+def compiled(kernel, types, constants, options=None):
     types = {**types, **dict.fromkeys(constants, "constexpr")}
     made = triton.compile(
         ASTSource(fn=kernel, signature={n: types[n] for n in kernel.arg_names}, constexprs=constants),
         target=GPUTarget("cuda", 90, 32),
+        options=options,
     )
     assert made.asm["cubin"]
     return made
@@ -53,11 +54,17 @@ for low, case in (
     ("fp16", dict(METHOD=2, DECAY="coupled", P=4, QUICK=False, MAXIMIZE=True)),
     ("fp32", dict(METHOD=3, DECAY="live", LR_ON_DEVICE=True, STEP_ON_DEVICE=True, OUT_ROUNDS=3)),
     ("bf16", dict(MOVE=False, BIAS=False, OUT=False, P=1)),
+    ("fp32", dict(MOVE=False)),
 ):
     constants = {**USUAL, **case, "w_column": 1, "g_column": 1}
     states = {0: 0, 1: 1, 2: 1, 3: 2}[constants["METHOD"]]
     constants["ROWS"] = ROWS[states]
-    made = compiled(layer_kernel, {n: kind(n, low) for n in layer_kernel.arg_names}, constants)
+    made = compiled(layer_kernel, {n: kind(n, low) for n in layer_kernel.arg_names}, constants, OPTIONS)
+    # No product is fused into a sum, where which one it is would depend on the rest of the kernel.
+    fused = made.asm["ptx"].count("fma.rn.f32")
+    per_thread = constants["ROWS"] * constants["COLUMNS"] // (32 * OPTIONS["num_warps"])
+    if constants["METHOD"] == 0:
+        assert fused == (per_thread + 1 if constants["MOVE"] else 0), (case, fused)
     # A block is fetched while another is computed: what Adagrad and Adam on paths owe their speed to.
     block = 4 * constants["ROWS"] * constants["COLUMNS"]
     ahead = constants["STAGES"] - 1
@@ -65,7 +72,7 @@ for low, case in (
     staged = made.metadata.shared >= ahead * block * (states + (2 if low == "fp32" else 0))
     assert staged or not constants["MOVE"], (case, made.metadata.shared)
 tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
-compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
+compiled(finish_kernel, tensors, dict(P=2, BLOCK=128), OPTIONS)
 tensors = {
     **dict(pieces="*i64", partial="*fp64", sums="*fp64", directions="*bf16"),
     **dict.fromkeys(("tiles", "firsts", "numbers"), "*i32"),

@@ -57,7 +57,7 @@ class ChainStep:
         )
         if (gammas.exponents or rounded) and (lost or not self.implementation.in_range()):
             return False
-        with self.implementation.on_device():
+        with torch.no_grad(), self.implementation.on_device():
             self._sum(layers)
         self._versions = versions(parameters)
         return True
@@ -80,9 +80,9 @@ class ChainStep:
 
     def step(self, layers: Sequence[LayerTensors], parameters: Sequence[Tensor]) -> None:
         """One step, in place; the layers are made of these parameters."""
-        self.implementation.run(layers, self._launch)
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)  # as torch does when it writes
+        with torch.no_grad():
+            self.implementation.run(layers, self._launch)
+        torch.autograd.graph.increment_version(parameters)  # as torch does when it writes
         self._versions = versions(parameters)
 
     def _launch(self, layers: Sequence[LayerTensors]) -> None:

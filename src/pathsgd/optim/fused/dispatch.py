@@ -115,10 +115,9 @@ class Dispatch:
         assert weight.grad is not None
         state = state_of if rule.state_count else lambda _: ()
         if bias is None:
-            return LayerTensors(rule, bias_rule, weight.detach(), weight.grad, state(weight))
+            return LayerTensors(rule, bias_rule, weight, weight.grad, state(weight))
         return LayerTensors(
-            rule, bias_rule, weight.detach(), weight.grad, state(weight), bias.detach(), bias.grad,
-            state(bias),
+            rule, bias_rule, weight, weight.grad, state(weight), bias, bias.grad, state(bias),
         )  # fmt: skip
 
 
@@ -148,16 +147,13 @@ def make(kind: Kind, chain: Chain, p: int, like: Tensor) -> Implementation:
 
 def _alike(layers: Sequence[LayerTensors]) -> bool:
     """One device, one dtype, nothing sparse or complex."""
-    tensors = [
-        t
-        for layer in layers
-        for t in (layer.weight, layer.weight_grad, layer.bias, layer.bias_grad)
-        if t is not None
-    ]
-    states = [s for layer in layers for s in (*layer.weight_state, *layer.bias_state)]
-    first = tensors[0]
-    return (
-        all(s.is_contiguous() and s.device == first.device for s in states)
-        and first.is_floating_point()
-        and all((t.device, t.dtype, t.layout) == (first.device, first.dtype, torch.strided) for t in tensors)
-    )
+    first = layers[0].weight
+    device, dtype = first.device, first.dtype
+    for layer in layers:
+        for t in (layer.weight, layer.weight_grad, layer.bias, layer.bias_grad):
+            if t is not None and (t.dtype != dtype or t.device != device or t.layout != torch.strided):
+                return False
+        for s in (*layer.weight_state, *layer.bias_state):
+            if s.device != device or not s.is_contiguous():
+                return False
+    return first.is_floating_point()

@@ -19,13 +19,12 @@ from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
-from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.on_device import on_device
 from pathsgd.optim.rule import Rule
 
-WARPS = 4
 ROWS = {0: 8, 1: 4, 2: 4}
 """Rows of a block, by the numbers of state for a weight: the fastest on an H200. Sums without an update take
 as many, so that they are added up in the same order."""
@@ -118,7 +117,7 @@ class TritonChain:
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
-            ROWS=ROWS[rule.state_count], COLUMNS=COLUMNS, STAGES=self.stages, num_warps=WARPS,
+            ROWS=ROWS[rule.state_count], COLUMNS=COLUMNS, STAGES=self.stages, **OPTIONS,
         )  # fmt: skip
 
     def _numbers(self, *values: float | Tensor) -> tuple[list[float | Tensor], bool]:
@@ -147,8 +146,9 @@ class TritonChain:
 
     def finish(self) -> None:
         _, low, high = safe_range(torch.float32)
+        numbers = {"P": self.p, "BLOCK": FINISH_BLOCK, **OPTIONS}
         finish_kernel[(len(self.table),)](
-            self.parts, self.inverse, self.table, self.flag, low, high, P=self.p, BLOCK=FINISH_BLOCK
+            self.parts, self.inverse, self.table, self.flag, low, high, **numbers
         )
 
     def in_range(self, wait: bool = True) -> bool:

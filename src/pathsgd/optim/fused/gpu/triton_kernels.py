@@ -3,6 +3,10 @@
 ``layer_kernel``: a program walks down some rows of a strip of columns, updates the weights, sums their powers
 over the columns in registers, and writes these sums and each block's row sums to places of its own. Nothing
 is added atomically, so a step gives the same bits every time. ``finish_kernel`` adds up the parts.
+
+The kernels are compiled without contraction of products and sums (see OPTIONS): of ``a b + c d`` the compiler
+fuses either product, in one kernel this one and in the next that one, and gammas that were carried would not
+be those that are summed anew after a resume. What is to be fused is written as ``tl.fma``.
 """
 
 import triton
@@ -14,6 +18,8 @@ ADAGRAD: tl.constexpr = tl.constexpr(2)
 ADAM: tl.constexpr = tl.constexpr(3)
 OUT_AT_ONCE: tl.constexpr = tl.constexpr(64)
 """Parts of gamma_out that are loaded together."""
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Of the compiler, for every launch."""
 
 
 @triton.jit
@@ -55,7 +61,7 @@ def _divide_by_root(a, square, correction, eps, QUICK: tl.constexpr):
     place. Its root takes subnormal squares for zero, of which nothing is left beside an eps that is not tiny.
     """
     if QUICK:
-        root = tl.rsqrt(tl.sqrt(square) * correction + eps)
+        root = tl.rsqrt(tl.fma(tl.sqrt(square), correction, eps))
         return a * root * root
     return a / (tl.sqrt_rn(square) * correction + eps)
 
@@ -74,23 +80,23 @@ def _update(
     if DECAY == "coupled":
         h += coupled * tl.where(live, w / tl.where(live, root, 1.0), 0.0)
     if METHOD == MOMENTUM:
-        m = momentum * m + h
+        m = tl.fma(momentum, m, h)
         if NESTEROV:
-            h = h + momentum * m
+            h = tl.fma(momentum, m, h)
         else:
             h = m
     if METHOD == ADAGRAD:
-        m = m + h * h
+        m = tl.fma(h, h, m)
         h = _divide_by_root(h, m, 1.0, eps, QUICK)
     if METHOD == ADAM:
-        m = first * m + rest_first * h
-        v = second * v + rest_second * (h * h)
+        m = tl.fma(first, m, rest_first * h)
+        v = tl.fma(second, v, rest_second * (h * h))
         h = _divide_by_root(m, v, correction, eps, QUICK)
     if DECAY == "all":
         w = w * shrink
     if DECAY == "live":
         w = w * tl.where(live, shrink, 1.0)
-    return w - rate * (h * root), m, v
+    return tl.fma(-rate, h * root, w), m, v
 
 
 @triton.jit
