@@ -48,6 +48,8 @@ class CapturedMeasurement(Generic[T]):
             self.seen = torch.empty(self.extremes.shape, dtype=self.extremes.dtype, pin_memory=True)
         self._usual: set[tuple[int, bool, float]] | None = None
         self._replays = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._ahead: T | None = None
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether the tensors lie where they lay when the graph was captured."""
@@ -61,6 +63,21 @@ class CapturedMeasurement(Generic[T]):
             return None
         self._replays += 1
         return self.found
+
+    def start(self) -> None:
+        """Begins to measure the weights as they are now, beside whatever is launched after."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._ahead = self.replay()
+
+    def finish(self) -> T | None:
+        """What was begun to be measured. To be waited for even if it is of no use any more: the next
+        measurement is written into the same tensors."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._ahead
 
     def _in_range(self) -> bool:
         assert self.extremes is not None

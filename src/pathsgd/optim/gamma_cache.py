@@ -51,6 +51,8 @@ class Measurement(Protocol[F]):
 
     capturable: bool
     """Whether :meth:`measure` alone finds it, so that a CUDA graph can."""
+    reads_statistics: bool
+    """Whether running statistics enter, which a forward pass writes."""
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         """The graph that is measured."""
@@ -66,6 +68,7 @@ class GammaMeasurement:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.capturable = shared == "kappa1"
+        self.reads_statistics = True
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return graph
@@ -111,6 +114,8 @@ class GammaCache:
         self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
+        self._ahead: dict[Key, list[Version]] = {}
+        """What is being measured for the next step on a second stream, of weights of these versions."""
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
@@ -155,15 +160,20 @@ class GammaCache:
         key = measurement, p
         tensors = self.tensors()
         captured = self._captured.pop(key, None)
-        if captured is not None and captured.fits(tensors):
-            found = captured.replay()
+        if captured is not None:
+            begun = self._ahead.pop(key, None)
+            ahead = None if begun is None else captured.finish()
+            if begun == self._parameter_versions():
+                found = ahead
+            else:
+                found = captured.replay() if captured.fits(tensors) else None
             if found is not None:
                 self._captured[key] = captured
                 return found
         graph = measurement.adapt(self.graph)
         found = measurement.run(graph, tensors, p, None)
         self._measurements += 1
-        on_gpu = not self.sharded and all(tensor.is_cuda for tensor in tensors.values())
+        on_gpu = not self.sharded and _are_on_gpu(tensors)
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
@@ -179,7 +189,7 @@ class GammaCache:
         if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
             self._synchronised = True
             if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
-                self.refresh()
+                self._found.clear()
 
     def before_step(self) -> None:
         """The same, unless gradients were clipped and it was done for that."""
@@ -203,9 +213,27 @@ class GammaCache:
             return  # nothing was cached, and a count would make torch.compile recompile
         self._steps += 1
         if self._steps % self.refresh_every == 0:
-            self.refresh()
+            self._measure_ahead()
+            self._found.clear()
         elif self._found:
             self._versions = self._current_versions()
+
+    def _measure_ahead(self) -> None:
+        """Measures for the next step what this one needed, while the network does something else."""
+        captured = self._found.keys() & self._captured.keys()
+        if not captured:
+            return
+        tensors = self._model_tensors.read(self.graph)
+        has_statistics = len(tensors) > len(self.graph.parameters)
+        with on_device(next(iter(tensors.values())).device):
+            for key in captured:
+                if not (has_statistics and key[0].reads_statistics) and self._captured[key].fits(tensors):
+                    self._captured[key].start()
+                    self._ahead[key] = self._parameter_versions()
+
+    def _parameter_versions(self) -> list[Version]:
+        tensors = self._model_tensors.read(self.graph)
+        return versions(tensors[name] for name in self.graph.parameters)
 
     def is_last_of_coordinates(self) -> bool:
         """Whether the step that is being taken is the last for what is cached."""
@@ -214,6 +242,7 @@ class GammaCache:
     def refresh(self) -> None:
         """Throws away what is cached."""
         self._found.clear()
+        self._ahead = {key: [] for key in self._ahead}
 
     def _current_versions(self) -> list[Version]:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.
@@ -243,11 +272,15 @@ class GammaCache:
         self._identified = self._model_tensors.walks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": {}, "_captured": {}, "names": None, "_identified": 0}
+        return {**self.__dict__, "_found": {}, "_captured": {}, "_ahead": {}, "names": None, "_identified": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.names = _names(self.model)
+
+
+def _are_on_gpu(tensors: Tensors) -> bool:
+    return all(tensor.is_cuda for tensor in tensors.values())
 
 
 def _names(model: nn.Module) -> dict[int, str]:

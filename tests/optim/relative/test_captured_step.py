@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon
+from pathsgd.graph.export import tensors_in
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative import captured_step, steps
 from pathsgd.optim.relative.gpu.step import KernelStep
@@ -39,13 +40,8 @@ def captured_on_cpu(monkeypatch):
         """Into the same tensors each time."""
         new = measurement.run(measurement.adapt(cache.graph), cache.graph.tensors(cache.model), p, None)
         old = found.setdefault((id(cache), measurement), new)
-        for name, value in vars(new).items():
-            kept = getattr(old, name)
-            for a, b in zip(
-                *((x.values() if isinstance(x, dict) else [x]) for x in (kept, value)), strict=True
-            ):
-                if isinstance(a, torch.Tensor):
-                    a.copy_(b)
+        for a, b in zip(tensors_in(vars(old)), tensors_in(vars(new)), strict=True):
+            a.copy_(b)
         return old
 
     monkeypatch.setattr(GammaCache, "_measure", measure)

@@ -78,7 +78,7 @@ class RelativeMeasurement:
 
     def __init__(self, graph: PathGraph, names: Sequence[str], coordinates: Coordinates) -> None:
         self.names, self.coordinates = list(names), coordinates
-        self.capturable = True
+        self.capturable, self.reads_statistics = True, False
         self.graph = end_at_statistics(graph)
         self.by_name = find_blocks(graph)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
