@@ -45,7 +45,16 @@ class Shard:
     @property
     def largest(self) -> int:
         """The length of the longest part: torch gives all ranks but the last ones so many."""
-        return -(-self.size // dist.get_world_size(self.group))
+        return -(-self.size // self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many the axis is sharded."""
+        return dist.get_world_size(self.group)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Where the part of a rank begins and ends."""
+        return min(rank * self.largest, self.size), min((rank + 1) * self.largest, self.size)
 
     def of(self, x: ExtendedFloat, dim: int) -> ExtendedFloat:
         """This rank's part of units that lie along ``dim``."""
@@ -83,6 +92,12 @@ def shard_of(tensor: Tensor) -> Shard | None:
         start = min(mesh.get_local_rank(k) * most, size)
         found = Shard(dim, start, min(most, size - start), size, mesh.get_group(k))
     return found
+
+
+def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
+    """The same as a sequence of cuts: empty if this rank holds all of it."""
+    shard = shard_of(tensor)
+    return () if shard is None else (shard,)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -139,9 +139,7 @@ class PathSGD(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
-        self._check_sharded(
-            relative=relative, max_relative_step=max_relative_step, differentiable=differentiable
-        )
+        self._check_sharded(max_relative_step=max_relative_step, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "p": p,

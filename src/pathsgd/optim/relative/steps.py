@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import is_capturing
+from pathsgd.geometry.sharded import shards_of
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.on_device import on_device
@@ -69,7 +70,8 @@ class RelativeSteps:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
         if self._measurement is None or (names and self._measurement.names != names):
             own = names or list(self.gamma_cache.graph.parameters)
-            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates)
+            shards = {name: shards_of(p) for name, p in self.gamma_cache.model.named_parameters()}
+            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates, shards)
         return self._measurement
 
     def blocks_of(self, parameter: Tensor) -> list[Block]:
@@ -152,8 +154,10 @@ class RelativeSteps:
     ) -> tuple[KernelStep, UnitCoordinates] | None:
         """The step by Triton kernels, if they can take it."""
         on_gpu = next(iter(moved.values())).is_cuda
-        if not has_triton() or not (
-            self.implementation == "triton" or (self.implementation == "auto" and on_gpu)
+        if (
+            self.gamma_cache.sharded
+            or not has_triton()
+            or not (self.implementation == "triton" or (self.implementation == "auto" and on_gpu))
         ):
             return None
         if self._kernels is None:
