@@ -14,12 +14,12 @@ from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
-from pathsgd.geometry.sharded import Shard, gather_vectors, local_part
+from pathsgd.geometry.sharded import Shard, gather_vectors, local_part, reduce_over_ranks
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
-from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms, reduce_over_ranks
+from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
 from pathsgd.optim.relative.sizes import SizeTable
 
 Coordinates = Literal["paths", "weights"]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd._torch import foreach
-from pathsgd.geometry.sharded import Shard, local_part
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.geometry.sharded import Shard, reduce_over_ranks
 from pathsgd.graph.unit_classes import EdgeClasses
 from pathsgd.optim.relative.blocks import Block
 
@@ -44,40 +43,7 @@ def cut_edges(edge: EdgeClasses, shards: Shards) -> EdgeClasses:
     return EdgeClasses(cut(edge.head), cut(edge.tail), edge.degree) if shards else edge
 
 
-def own_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of what this rank holds of a parameter. A collective call where it is placed otherwise, as
-    a sum that is not yet added up."""
-    grad = parameter.grad
-    assert grad is not None
-    if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
-    return local_part(grad)
-
-
 # Sums
-
-
-def reduce_over_ranks(values: Tensor, shards: Sequence[Shards], largest: bool = False) -> Tensor:
-    """The sums (or the maxima) over all ranks that hold parts of something.
-
-    A collective call, one for each group of ranks.
-
-    Args:
-        values: of this rank's parts, along the last axis.
-        shards: those of each of them.
-        largest: whether it is the maximum.
-    """
-    by_group: dict[dist.ProcessGroup, list[int]] = {}
-    for k, own in enumerate(shards):
-        for shard in own:
-            by_group.setdefault(shard.group, []).append(k)
-    for group, places in by_group.items():
-        index = torch.tensor(places, device=values.device)
-        every = len(places) == values.shape[-1]
-        parts = (values if every else values[..., index]).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(parts, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        values = parts if every else values.index_copy(-1, index, parts)
-    return values
 
 
 def find_norms(blocks: Sequence[Block], tensors: Sequence[Tensor]) -> Tensor:

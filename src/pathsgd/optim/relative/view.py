@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import foreach
-from pathsgd.geometry.sharded import local_part, place_like
+from pathsgd.geometry.sharded import local_part, place_gradients, place_like
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
-from pathsgd.optim.relative.sharded import measure_turn, own_gradient
+from pathsgd.optim.relative.sharded import measure_turn
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
@@ -91,7 +91,8 @@ class RelativeView:
         found = [k for k, p in enumerate(self.parameters) if p.grad is not None]
         if any(self.parameters[k].grad.is_sparse for k in found):  # type: ignore[union-attr]
             raise RuntimeError("relative steps do not support sparse gradients")
-        grads = [own_gradient(self.parameters[k]).to(self.from_u[k].dtype) for k in found]
+        place_gradients(self.parameters)
+        grads = [local_part(self.parameters[k].grad).to(self.from_u[k].dtype) for k in found]  # type: ignore[arg-type]
         grads = list(foreach("mul", grads, [self.from_u[k] for k in found])) if found else []
         self.measurement.zero_noise_({self.names[k]: grad for k, grad in zip(found, grads, strict=True)})
         for k, grad in zip(found, grads, strict=True):
