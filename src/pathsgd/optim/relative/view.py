@@ -82,7 +82,7 @@ class RelativeView:
     @torch.no_grad()
     def _own(self) -> list[Tensor]:
         """What this rank holds of the parameters."""
-        return [local_part(p.detach()) for p in self.parameters]
+        return [local_part(p).detach() for p in self.parameters]
 
     def _write(self, values: list[Tensor]) -> None:
         foreach("copy_", self._own(), values)
