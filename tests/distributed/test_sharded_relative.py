@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -206,9 +206,18 @@ def check_parts(model):
         assert torch.equal(part, local_part(p))
 
 
-def train_fully_sharded(kind, name):
+def train_fully_sharded(kind, name, steps=None, **options):
     rank = dist.get_rank()
-    return train(fully_shard(make(kind)), kind, name, range(rank, rank + 1))
+    return train(fully_shard(make(kind), **options), kind, name, range(rank, rank + 1), steps)
+
+
+def train_with_options():
+    """Parameters kept in the memory of the CPU; and a mesh of copies of sharded models."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return [
+        train_fully_sharded(Mlp, "PathMuon", 4, **options)
+        for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"mesh": mesh})
+    ]
 
 
 # A rescaled copy
@@ -355,6 +364,7 @@ def run_on_two():
 def run_on_four():
     return {
         "fully sharded": {name: train_fully_sharded(Mlp, name) for name in ("PathMuon", "PathAdam")},
+        "with options": train_with_options(),
         "on a mesh": train_on_a_mesh(),
         "loaded": load(),
     }
@@ -389,6 +399,14 @@ def test_fully_sharded_on_four_ranks_of_which_one_holds_nothing(on_four):
     for name, moved in on_four[0]["fully sharded"].items():
         assert all(all(map(torch.equal, moved, found["fully sharded"][name])) for found in on_four)
         assert_equal_to_one_process(moved, Mlp, name, 4)
+
+
+def test_options_of_fully_shard(on_four):
+    for found in on_four:
+        plain, offloaded, replicated = found["with options"]
+        assert all(map(torch.equal, plain, offloaded))
+        for a, b in zip(plain, replicated, strict=True):
+            assert (a - b).abs().max() <= 1e-9 * b.abs().max()
 
 
 def test_tensor_parallel(on_two):
