@@ -17,8 +17,9 @@ class PathAdam(PathNormalized):
     """:class:`torch.optim.AdamW` with relative steps: one learning rate for every network, whatever the
     scaling of its units.
 
-    Every matrix and kernel turns by an angle of about ``lr``, in coordinates that a rescaling of units does
-    not change, see :class:`pathsgd.PathNormalized`. For Adam on ``h`` with absolute steps take
+    Every matrix and kernel turns in Adam's direction, in coordinates that a rescaling of units does not
+    change, see :class:`pathsgd.PathNormalized`. The step has the spectral norm of a step of
+    :class:`pathsgd.PathMuon` at the same ``lr``. For Adam on ``h`` with absolute steps take
     ``PathNormalized(torch.optim.Adam, model, example_input)``.
 
     Args:
@@ -48,7 +49,7 @@ class PathAdam(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.08,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,

@@ -24,6 +24,7 @@ from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
 from pathsgd.optim.relative.coordinates import Coordinates
 from pathsgd.optim.relative.growth import KEY as GROWTH
+from pathsgd.optim.relative.spectral import KEY as SPECTRAL
 from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
@@ -45,7 +46,8 @@ class PathNormalized(PathOptimizer):
     mean square of each matrix, kernel or vector; then every matrix and kernel is brought back to the norm it
     had, so that it turns, and its norm grows at a rate of its own. What falls back takes the same steps on
     the weights themselves. With a base that normalises its direction, as Adam does, a learning rate is then
-    an angle.
+    an angle; with torch's own of these the steps of matrices have the spectral norms of
+    :class:`pathsgd.PathAdam`.
 
     Args:
         optimizer_class: any torch optimizer, of torch or not, LBFGS with its closure included.
@@ -196,7 +198,7 @@ class PathNormalized(PathOptimizer):
         if self.fallback is not None:
             self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
-        self._restore_precision(state_dict, (GROWTH,))
+        self._restore_precision(state_dict, (GROWTH, SPECTRAL))
         for hook in after:
             hook(self)
 

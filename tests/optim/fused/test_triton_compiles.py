@@ -69,14 +69,16 @@ compiled(finish_kernel, tensors, dict(P=2, BLOCK=128))
 tensors = {
     **dict(pieces="*i64", partial="*fp64", sums="*fp64", directions="*bf16"),
     **dict.fromkeys(("tiles", "firsts", "numbers"), "*i32"),
-    **dict.fromkeys(("factors", "sizes", "rates", "shrinks", "keeps", "scales"), "*fp32"),
+    **dict.fromkeys(("factors", "sizes", "rates", "decays", "keeps", "scales"), "*fp32"),
 }
 for kernel, constants in (
     (relative.norm_kernel, dict(GRADIENT=False)),
     (relative.norm_kernel, dict(GRADIENT=True)),
     (relative.momentum_kernel, dict(NESTEROV=True)),
     (relative.momentum_kernel, dict(NESTEROV=False)),
+    (relative.move_kernel, dict(decays=None)),
     (relative.move_kernel, {}),
+    (relative.direction_kernel, {}),
     (relative.adam_kernel, {}),
     (relative.scale_kernel, {}),
     (relative.sum_kernel, dict(AT_ONCE=1024)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pathsgd import PathMuon
+from pathsgd import PathAdam, PathMuon
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative import captured_step, steps
 from pathsgd.optim.relative.gpu.step import KernelStep
@@ -55,9 +55,9 @@ def captured_on_cpu(monkeypatch):
     monkeypatch.setattr(RunAgain, "captures", 0)
 
 
-def train(monkeypatch, event, *, captured, count=10, **options):
+def train(monkeypatch, event, *, captured, count=10, make=PathMuon, **options):
     model, x = build(Mlp, torch.float32)
-    optimizer = PathMuon(model, x, **options)
+    optimizer = make(model, x, **options)
     if not captured:
         monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
@@ -79,7 +79,8 @@ def test_a_step_is_captured_again_when_what_it_read_has_moved(monkeypatch, event
     assert (found - expected).abs().max() <= 1e-6  # rates on the device are in fp32
 
 
-def test_kernels_are_told_where_new_gradients_lie(monkeypatch):
+@pytest.mark.parametrize("make", [PathMuon, PathAdam])
+def test_kernels_are_told_where_new_gradients_lie(monkeypatch, make):
     """They are not copied, and lie somewhere else in every step."""
     places = []
     point = KernelStep.point
@@ -90,11 +91,12 @@ def test_kernels_are_told_where_new_gradients_lie(monkeypatch):
         point(step, gradients_only)
 
     monkeypatch.setattr(KernelStep, "point", move)
-    found, optimizer = train(monkeypatch, nothing, captured=True, count=4, implementation="triton")
+    options = {"count": 4, "make": make, "implementation": "triton"}
+    found, optimizer = train(monkeypatch, nothing, captured=True, **options)
     assert len({grad.data_ptr() for grad in places}) == len(places)
     assert RunAgain.captures == 1
     assert "triton" in optimizer.implementations.values()
-    expected, _ = train(monkeypatch, nothing, captured=False, count=4, implementation="triton")
+    expected, _ = train(monkeypatch, nothing, captured=False, **options)
     assert (found - expected).abs().max() <= 1e-6
 
 

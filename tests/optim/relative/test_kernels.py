@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from pathsgd import PathAdam, PathMuon, PathNormalized, rescale, trace
 from pathsgd.geometry.rescale import name_factors
 from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.optim.relative.spectral import KEY
 from support.networks import Mlp, Recurrent, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +43,15 @@ class Convolutions(nn.Sequential):
             nn.ReLU(),
             nn.ConvTranspose2d(6, 2, 2),
         )
+
+
+class OneChannel(nn.Sequential):
+    """A kernel of one row; the next has one input."""
+
+    example = (2, 3, 4, 4)
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 1))
 
 
 class Packed(nn.Module):
@@ -79,9 +89,14 @@ CASES = {
     "Recurrent": lambda: build(Recurrent, torch.float32),
     "Convolutions": lambda: build(Convolutions, torch.float32),
     "channels last": channels_last(Convolutions),
+    "one channel": lambda: build(OneChannel, torch.float32),
     "Packed": lambda: build(Packed, torch.float32),
 }
-PAIRS = [*((case, "PathMuon") for case in CASES), ("Packed", "PathAdam"), ("Mlp", "PathMuon on weights")]
+PAIRS = [
+    *((case, "PathMuon") for case in CASES),
+    *((case, "PathAdam") for case in ("channels last", "one channel", "Packed")),
+    ("Mlp", "PathMuon on weights"),
+]
 
 
 def train(model, x, optimizer, steps=2):
@@ -120,6 +135,25 @@ def test_kernels_take_the_same_steps(case, name):
     found, expected = both_ways(*CASES[case](), OPTIMIZERS[name])
     # On a GPU the kernels round directions to bf16 before they are normalised, the reference after.
     assert gap(found, expected) <= (0.1 if DEVICE == "cuda" and "Muon" in name else 2e-6)
+
+
+@pytest.mark.parametrize("case", ["channels last", "Packed"])
+def test_the_vectors_of_spectral_norms_pass_from_one_to_the_other(case):
+    model, x = CASES[case]()
+    model, x = model.to(DEVICE), x.to(DEVICE)
+    ends, vectors = [], []
+    for implementations in (("triton", "reference"), ("reference", "triton"), ("reference", "reference")):
+        own, state = copy.deepcopy(model), None
+        for implementation in implementations:
+            optimizer = OPTIMIZERS["PathAdam"](own, x, implementation=implementation)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            weights, state = train(own, x, optimizer, 1), optimizer.state_dict()
+        ends.append(weights)
+        vectors.append(torch.cat([own[KEY] for own in state["state"].values() if KEY in own]))
+    for k in (0, 1):
+        assert gap(ends[k], ends[2]) <= 2e-6
+        assert gap(vectors[k], vectors[2]) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])

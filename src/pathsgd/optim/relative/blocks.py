@@ -77,6 +77,17 @@ class Block:
             return 1
         return math.prod(self.shape) // max(1, self.shape[self.axis]) * self.length
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns, a kernel's being its inputs at all places."""
+        rows = self.length if self.axis == 0 else self.shape[0]
+        return rows, self.numel // max(1, rows)
+
+    @property
+    def orthogonal_norm(self) -> float:
+        """The spectral norm of an orthogonal matrix of its size whose entries have root mean square 1."""
+        return math.sqrt(max(self.matrix_shape))
+
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""

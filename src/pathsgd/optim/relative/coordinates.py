@@ -60,6 +60,8 @@ class BlockSubset:
     """Which part of a step each takes."""
     shares: Tensor
     """Which part of a region's growth each takes."""
+    spectral: Tensor
+    """The spectral norm of this part of an orthogonal matrix, of root mean square 1, of the size of each."""
 
     def of(self, values: Tensor) -> Tensor:
         """Theirs, of the values of all blocks."""
@@ -100,14 +102,17 @@ class RelativeMeasurement:
             chosen = set(names)
             index = [k for k, block in enumerate(self.blocks) if block.name in chosen]
             blocks = [self.blocks[k] for k in index]
+            ratios = [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks]
             shares = [1 / block.share for block in blocks]
+            spectral = [ratio * block.orthogonal_norm for ratio, block in zip(ratios, blocks, strict=True)]
             self._subsets[key] = BlockSubset(
                 tuple(names),
                 blocks,
                 [len(self.by_name[name]) for name in names],
                 None if len(index) == len(self.blocks) else torch.tensor(index, device=device),
-                [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks],
+                ratios,
                 torch.tensor(shares, dtype=torch.float64, device=device),
+                torch.tensor(spectral, dtype=torch.float64, device=device),
             )
         return self._subsets[key]
 

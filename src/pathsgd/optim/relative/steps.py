@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import is_capturing
+from pathsgd._torch import foreach, is_capturing
 from pathsgd.geometry.sharded import shards_of
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
@@ -23,6 +23,8 @@ from pathsgd.optim.relative.coordinates import (
     RelativeMeasurement,
 )
 from pathsgd.optim.relative.growth import find_growth
+from pathsgd.optim.relative.sharded_spectral import find_norms_over_ranks
+from pathsgd.optim.relative.spectral import find_spectral_norms
 from pathsgd.optim.relative.view import RelativeView
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 Groups = dict[str, dict[str, Any]]
 """The group of every parameter by name."""
+ENTRYWISE = tuple(
+    getattr(torch.optim, name) for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop")
+)
+"""Bases that divide by the size of every entry: what a matrix makes of such a step is its spectral norm."""
 BaseStep = Callable[[Callable[[], Any] | None], Any]
 
 
@@ -123,6 +129,14 @@ class RelativeSteps:
         def grow(subset: BlockSubset, along: Tensor) -> Tensor:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
 
+        def rescale(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
+            if isinstance(optimizer, ENTRYWISE):
+                _set_spectral_norms(optimizer, groups, moved, subset, before, after)
+                return
+            for ratio, u, block in zip(subset.ratios, before, after, strict=True):
+                if ratio < 1:
+                    block.lerp_(u, 1 - ratio)
+
         if found is not None:
             kernels, units = found
             coordinates, measurement, point = units, kernels.measurement, kernels.point
@@ -135,7 +149,7 @@ class RelativeSteps:
             dense = coordinates = self.gamma_cache.get(measurement, self.p)
 
             def run() -> Any:
-                view = RelativeView(moved, measurement, dense, grow)
+                view = RelativeView(moved, measurement, dense, grow, rescale)
                 with view.entered():
                     return base_step(None if closure is None else view.wrap(closure))
 
@@ -196,3 +210,26 @@ def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> f
     return torch.stack(
         [value.to(like) if isinstance(value, Tensor) else like.new_full((), value) for value in found]
     )
+
+
+def _set_spectral_norms(
+    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+    before: list[Tensor], after: list[Tensor],
+) -> None:  # fmt: skip
+    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have; decay is as it was."""
+    like, dtype = subset.spectral, before[0].dtype
+    lr, decay, decoupled = (
+        per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
+    )
+    kept = (1 - lr * decay * decoupled * torch.ones_like(like)).to(dtype)
+    shrunk = foreach("mul", before, list(kept.unbind()))
+    foreach("sub_", after, shrunk)
+    steps = [step.flatten(1) for step in after]
+    parameters = [moved[n] for n in subset.names]
+    if any(block.shards for block in subset.blocks):
+        norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, steps)
+    else:
+        norms = find_spectral_norms(optimizer, parameters, subset.counts, steps)
+    parts = (lr * like / torch.where(norms > 0, norms, 1)).to(dtype)
+    foreach("mul_", after, list(parts.unbind()))
+    foreach("add_", after, shrunk)

@@ -16,6 +16,8 @@ from pathsgd.optim.relative.sharded import measure_turn
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
+Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
+"""Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
 
 
 class RelativeView:
@@ -31,9 +33,11 @@ class RelativeView:
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
         grow: Grow,
+        rescale: Rescale,
     ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self.measurement, self.coordinates, self.grow = measurement, coordinates, grow
+        self.measurement, self.coordinates = measurement, coordinates
+        self.grow, self.rescale = grow, rescale
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -123,7 +127,7 @@ class RelativeView:
             return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        self._shorten(subset.ratios, before, blocks)
+        self.rescale(subset, before, blocks)
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
         along, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
         growth = self.grow(subset, along)
@@ -131,10 +135,3 @@ class RelativeView:
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
-
-    @staticmethod
-    def _shorten(ratios: list[float], before: list[Tensor], moved: list[Tensor]) -> None:
-        """Takes this part of the step of every block."""
-        for ratio, u, block in zip(ratios, before, moved, strict=True):
-            if ratio < 1:
-                block.lerp_(u, 1 - ratio)

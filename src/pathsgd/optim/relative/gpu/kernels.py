@@ -55,6 +55,12 @@ def _pointer(piece, field: tl.constexpr):
 
 
 @triton.jit
+def _place(piece, directions, i, c):
+    """Where the directions of entries lie."""
+    return directions + tl.load(piece + 12) + i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
+
+
+@triton.jit
 def _store_sum(partial, column: tl.constexpr, x, y):
     """The sum of products over a tile, in fp64: no square is lost."""
     products = x.to(tl.float64) * y.to(tl.float64)
@@ -83,51 +89,77 @@ def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum
     buffer = momentum * tl.load(_pointer(piece, 2) + at, mask, 0.0) + h
     tl.store(_pointer(piece, 2) + at, buffer, mask)
     direction = h + momentum * buffer if NESTEROV else buffer
-    place = i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
-    tl.store(directions + tl.load(piece + 12) + place, direction.to(directions.dtype.element_ty), mask)
+    tl.store(_place(piece, directions, i, c), direction.to(directions.dtype.element_ty), mask)
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, h, h)
 
 
 @triton.jit
-def move_kernel(pieces, tiles, factors, sizes, partial, directions, rates):
-    """Moves weights along their direction; <u, u> before and after."""
+def move_kernel(pieces, tiles, factors, sizes, partial, directions, rates, decays=None):
+    """Moves weights along their direction, and shrinks them; <u, u> before and after."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
-    place = i[:, None] * tl.load(piece + 6).to(tl.int32) + c[None, :]
-    direction = tl.load(directions + tl.load(piece + 12) + place, mask, 0.0).to(tl.float32)
+    direction = tl.load(_place(piece, directions, i, c), mask, 0.0).to(tl.float32)
     step = tl.load(rates + number) * direction
+    if decays is not None:
+        step += tl.load(decays + number) * u
     tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
     _store_sum(partial, 0, u, u)
     _store_sum(partial, 1, u - step, u - step)
 
 
 @triton.jit
-def adam_kernel(
-    pieces, tiles, factors, sizes, partial, rates, shrinks, keeps,
-    first, rest_first, log_first, second, rest_second, log_second, eps,
+def _average(
+    piece, at, mask, h, first, rest_first, log_first, second, rest_second, log_second, eps,
 ):  # fmt: skip
-    """Adam's step; <h, u>, and <u, u> before and after."""
-    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    """Adam's averages of h, and its direction."""
     # In fp64, since 1 - beta^step cancels.
     count = tl.load(_pointer(piece, 4)).to(tl.float64)
-    rate = tl.load(rates + number) / (1.0 - tl.exp(count * log_first)).to(tl.float32)
-    correction = tl.sqrt((1.0 - tl.exp(count * log_second)).to(tl.float32))
-    w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
-    h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
-    h = tl.where(tl.load(keeps + number) != 0, h, 0.0)
+    correction = (1.0 - tl.exp(count * log_first)).to(tl.float32)
+    square_correction = tl.sqrt((1.0 - tl.exp(count * log_second)).to(tl.float32))
     average = first * tl.load(_pointer(piece, 2) + at, mask, 0.0) + rest_first * h
     square = second * tl.load(_pointer(piece, 3) + at, mask, 0.0) + rest_second * (h * h)
     tl.store(_pointer(piece, 2) + at, average, mask)
     tl.store(_pointer(piece, 3) + at, square, mask)
     # Where mask is false all of it is zero, and eps may be.
-    step = tl.where(mask, rate * (average / (tl.sqrt_rn(square) / correction + eps)), 0.0)
-    shrink = tl.load(shrinks + number)
-    tl.store(_pointer(piece, 0) + at, w * shrink - step * scale, mask)
-    moved = u * shrink - step
+    return tl.where(mask, average / correction / (tl.sqrt_rn(square) / square_correction + eps), 0.0)
+
+
+@triton.jit
+def direction_kernel(
+    pieces, tiles, factors, sizes, partial, directions,
+    first, rest_first, log_first, second, rest_second, log_second, eps,
+):  # fmt: skip
+    """Adam's direction, whose spectral norm is to be found; <h, u> and <h, h>."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    _, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
+    h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
+    direction = _average(
+        piece, at, mask, h, first, rest_first, log_first, second, rest_second, log_second, eps
+    )
+    tl.store(_place(piece, directions, i, c), direction, mask)
+    _store_sum(partial, 0, h, u)
+    _store_sum(partial, 1, h, h)
+
+
+@triton.jit
+def adam_kernel(
+    pieces, tiles, factors, sizes, partial, rates, decays, keeps,
+    first, rest_first, log_first, second, rest_second, log_second, eps,
+):  # fmt: skip
+    """Adam's step; <h, u>, and <u, u> before and after."""
+    piece, number, i, c, mask, at = _find_tile(pieces, tiles)
+    w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
+    h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
+    h = tl.where(tl.load(keeps + number) != 0, h, 0.0)
+    direction = _average(
+        piece, at, mask, h, first, rest_first, log_first, second, rest_second, log_second, eps
+    )
+    step = tl.load(rates + number) * direction + tl.load(decays + number) * u
+    tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, u, u)
-    _store_sum(partial, 2, moved, moved)
+    _store_sum(partial, 2, u - step, u - step)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A relative step of Muon or of AdamW by the kernels: the formula of view.py, muon.py and growth.py."""
+"""A relative step of Muon or AdamW by kernels: the formula of view.py, muon.py, spectral.py and growth.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
     WARPS,
     adam_kernel,
+    direction_kernel,
     momentum_kernel,
     move_kernel,
     norm_kernel,
@@ -23,6 +24,7 @@ from pathsgd.optim.relative.gpu.kernels import (
 )
 from pathsgd.optim.relative.gpu.layout import Tiles
 from pathsgd.optim.relative.gpu.measurement import UnitCoordinates, UnitMeasurement
+from pathsgd.optim.relative.gpu.spectral_norms import SpectralNorms
 from pathsgd.optim.relative.muon import (
     RelativeMuon,
     find_averages,
@@ -76,14 +78,16 @@ class KernelStep:
         self.device = layout.device
         names = list(parameters)
         muon = isinstance(optimizer, RelativeMuon)
-        self.matrices = {n for n in names if muon and is_orthogonal(measurement.by_name[n])}
+        by_name = measurement.by_name
+        self.matrices = {n for n in names if (is_orthogonal(by_name[n]) if muon else by_name[n][0].turns)}
+        """Whose directions are looked at as matrices: Muon orthogonalises them, Adam's are measured."""
         self.moved = [k for k, block in enumerate(blocks) if block.name in parameters]
-        orthogonal = [k for k in self.moved if blocks[k].name in self.matrices]
+        matrices = [k for k in self.moved if blocks[k].name in self.matrices]
         others = [k for k in self.moved if blocks[k].name not in self.matrices]
         turning = [k for k in self.moved if blocks[k].turns]
         # Families in which a gradient may be rounding beside another's.
         gated = {blocks[k].family for k in others if not blocks[k].turns}
-        self.orthogonal_tiles, self.other_tiles = layout.choose(orthogonal), layout.choose(others)
+        self.orthogonal_tiles, self.other_tiles = layout.choose(matrices), layout.choose(others)
         self.gated_tiles = layout.choose([k for k in others if blocks[k].family in gated])
         self.turning_tiles = layout.choose(turning)
         self.all = measurement.subset(names, self.device)
@@ -93,7 +97,10 @@ class KernelStep:
         self.ratios = torch.tensor(self.all.ratios, device=self.device)
         self.fields = layout.fields.clone()
         self.pieces = [piece for k in self.moved for piece in layout.pieces_of[k]]
-        self.directions, self.batches, self.order = self._place_directions(orthogonal)
+        dtype = torch.bfloat16 if muon and self.device.type == "cuda" else torch.float32
+        self.directions, self.batches, self.order = self._place_directions(matrices, dtype)
+        measured = {n: p for n, p in parameters.items() if n in self.matrices and not muon}
+        self.norms = SpectralNorms(optimizer, measured, measurement, self.order) if measured else None
         self.pointed = self.fields.to(self.device)
         number = {name: k for k, name in enumerate(names)}
         self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
@@ -106,22 +113,21 @@ class KernelStep:
     def _make_room(self) -> Tensor:
         return torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
-    def _place_directions(self, orthogonal: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _place_directions(
+        self, matrices: list[int], dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         """All directions in one list, those of each shape as a batch of matrices, and whose they are."""
-        layout = self.measurement.layout
+        layout, blocks = self.measurement.layout, self.measurement.blocks
         by_shape: dict[tuple[int, int], list[int]] = {}
-        for k in orthogonal:
-            pieces = layout.pieces_of[k]
-            rows = int(self.fields[pieces.start : pieces.stop, 5].sum())
-            by_shape.setdefault((rows, int(self.fields[pieces.start, 6])), []).append(k)
+        for k in matrices:
+            by_shape.setdefault(blocks[k].matrix_shape, []).append(k)
         batches, start = [], 0
         for (rows, columns), own in by_shape.items():
             batches.append((start, len(own), rows, columns))
             for k in own:
                 for piece in layout.pieces_of[k]:
                     self.fields[piece, 12] = start
-                    start += int(self.fields[piece, 5]) * columns
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+                    start += math.prod(self.fields[piece, 5:7].tolist())
         directions = torch.empty(start, dtype=dtype, device=self.device)
         order = torch.tensor([k for own in by_shape.values() for k in own], device=self.device)
         return (
@@ -158,7 +164,7 @@ class KernelStep:
     def _find_tensors(self, name: str, p: Tensor) -> list[int]:
         """The addresses of weight, (gradient,) state and number of steps; state is made at the first step."""
         state = self.optimizer.state[p]
-        if name in self.matrices:
+        if name in self.matrices and self.norms is None:
             buffer = find_momentum(state, p).data_ptr()
             return [p.data_ptr(), 0, buffer, buffer, 0]
         find_averages(state, p)
@@ -169,9 +175,18 @@ class KernelStep:
 
     def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
         """One step."""
-        lr = self._by_block(option(self.all, "lr") * self.ratios)
-        moved = self._move_matrices(at, lr)
-        other = self._step_adam(at, lr, option, moved[:, 1])
+        averaged = [p for n, p in self.parameters.items() if self.norms or n not in self.matrices]
+        if averaged:
+            foreach("add_", [self.optimizer.state[p]["step"] for p in averaged], 1)
+        rate = option(self.all, "lr")
+        decay = option(self.all, "weight_decay") if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
+        lr = self._by_block(rate * self.ratios)
+        decays = self._by_block(rate * decay * torch.ones_like(self.ratios))
+        if self.norms is None:
+            moved = self._move_matrices(at, lr)
+        else:
+            moved = self._move_measured(at, self._by_block(rate * self.all.spectral), decays, self.norms)
+        other = self._step_adam(at, lr, decays, moved[:, 1])
         if len(self.turning_index):
             along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
                 1
@@ -199,22 +214,33 @@ class KernelStep:
         moved = self._launch(move_kernel, tiles, 2, at, self.directions, rates)
         return torch.cat([momentum[:, :2], moved[:, :2]], 1)
 
-    def _step_adam(self, at: UnitCoordinates, lr: Tensor, option: Option, squares: Tensor) -> Tensor:
+    def _move_measured(
+        self, at: UnitCoordinates, lengths: Tensor, decays: Tensor, norms: SpectralNorms
+    ) -> Tensor:
+        """Adam's step of matrices, of these spectral norms: the same sums."""
+        tiles = self.orthogonal_tiles
+        found = self._launch(direction_kernel, tiles, 2, at, self.directions, *self._find_rule())
+        norm = norms.find(self.batches)
+        lengths = lengths.index_copy(0, self.order, lengths[self.order] / torch.where(norm > 0, norm, 1))
+        moved = self._launch(move_kernel, tiles, 2, at, self.directions, lengths, decays)
+        return torch.cat([found[:, :2], moved[:, :2]], 1)
+
+    def _find_rule(self) -> list[float]:
+        """What the kernels are told of Adam."""
+        group = self.optimizer.param_groups[0]
+        averages = [x for beta in group["betas"] for x in (beta, 1 - beta, math.log(max(beta, 1e-300)))]
+        return [*averages, group["eps"]]
+
+    def _step_adam(self, at: UnitCoordinates, lr: Tensor, decays: Tensor, squares: Tensor) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
         if not len(self.other_tiles.numbers):
             return torch.zeros(len(lr), SUMS.value, dtype=torch.float64, device=self.device)
-        others = [p for name, p in self.parameters.items() if name not in self.matrices]
-        foreach("add_", [self.optimizer.state[p]["step"] for p in others], 1)
-        keeps = shrinks = torch.ones_like(lr)
+        keeps = torch.ones_like(lr)
         if len(self.gated_tiles.numbers):
             squares = squares + self._launch(norm_kernel, self.gated_tiles, 1, at, True)[:, 0]
             bound = NOISE * torch.finfo(torch.float32).eps
             keeps = (~self.measurement.find_noise(squares.sqrt(), bound)).float()
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            shrinks = 1 - lr * self._by_block(option(self.all, "weight_decay") * torch.ones_like(self.ratios))
-        group = self.optimizer.param_groups[0]
-        averages = [x for beta in group["betas"] for x in (beta, 1 - beta, math.log(max(beta, 1e-300)))]
-        return self._launch(adam_kernel, self.other_tiles, 3, at, lr, shrinks, keeps, *averages, group["eps"])
+        return self._launch(adam_kernel, self.other_tiles, 3, at, lr, decays, keeps, *self._find_rule())
 
     def _launch(self, kernel: Any, tiles: Tiles, count: int, at: UnitCoordinates, *arguments: Any) -> Tensor:
         """The sums that a kernel finds, by block."""
