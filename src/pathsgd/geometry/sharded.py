@@ -9,6 +9,7 @@ So what is communicated is as wide as a layer, never a weight. A transposed matr
 axis, so that the backward pass follows from the same two cases. Biases and the weights of norms, which are
 vectors, are gathered before. gamma of a weight is computed for the part that a rank holds.
 
+What is sharded over two axes of a device mesh was cut twice, and the rules are applied one inside the other.
 Convolutions are computed on local kernels by these rules, too: DTensor's own returns wrong channels.
 """
 
@@ -238,13 +239,13 @@ def _add_over_ranks(arithmetic: Arithmetic, x: ExtendedFloat, group: dist.Proces
 def gather_vectors(graph: PathGraph, tensors: Tensors) -> Tensors:
     """The tensors in which sharded ones are whole, except the matrices and kernels that the rules above are
     for. A collective call, one for each dtype and each axis of the device mesh."""
-    gathered = [
-        name
-        for name, tensor in tensors.items()
-        if is_sharded(tensor) and (name in graph.parameters) and not _stays_sharded(graph, name, tensor)
-    ]
+    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor) and name in graph.parameters}
+    if not sharded:
+        return tensors
+    uses = _uses(graph)
+    gathered = {name for name in sharded if not _stays_sharded(uses.get(name, []), tensors[name])}
     found = {name: local_part(t) if name in gathered else t for name, t in tensors.items()}
-    left = {name: list(shards_of(tensors[name])) for name in gathered}
+    left = {name: list(shards_of(tensor)) for name, tensor in tensors.items() if name in gathered}
     while any(left.values()):  # from the last cut to the first
         buckets: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, Shard]] = {}
         for name, shards in left.items():
@@ -276,16 +277,18 @@ def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor
     }
 
 
-def _stays_sharded(graph: PathGraph, name: str, tensor: Tensor) -> bool:
+def _uses(graph: PathGraph) -> dict[str, list[Weighted]]:
+    """The operations that use a parameter, by its name."""
+    found: dict[str, list[Weighted]] = {}
+    for node in graph.nodes:
+        if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
+            found.setdefault(node.operation.weight.parameter.name, []).append(node.operation)
+    return found
+
+
+def _stays_sharded(uses: Sequence[Weighted], tensor: Tensor) -> bool:
     """Whether every use of a parameter is as the whole matrix of a linear layer, or its transpose, or as the
     kernel of a convolution without groups."""
-    uses = [
-        node.operation
-        for node in graph.nodes
-        if isinstance(node.operation, Weighted)
-        and node.operation.weight.parameter is not None
-        and node.operation.weight.parameter.name == name
-    ]
     shards = shards_of(tensor)
     return bool(uses and shards) and all(_is_whole(operation, shards) for operation in uses)
 

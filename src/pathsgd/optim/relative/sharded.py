@@ -7,6 +7,7 @@ they are dealt out over the ranks, so that each is put together, orthogonalised 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -111,8 +112,6 @@ class _Exchange:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.blocks = blocks
         self.dims = [block.shards[-1].dim for block in blocks]
-        self.shapes = [[_part_shape(block, rank) for rank in range(self.ranks)] for block in blocks]
-        """By block, the shape of every rank's part."""
         self.dealt = _deal([_cost(block) for block in blocks], self.ranks)
         """By rank, the numbers of its blocks."""
 
@@ -128,8 +127,9 @@ class _Exchange:
         results = on_whole_blocks(outer, whole, compute)
         cut = {}
         for k, result in zip(own, results, strict=True):
-            lengths = [shape[self.dims[k]] for shape in self.shapes[k]]
-            cut.update({(k, r): part for r, part in enumerate(result.split(lengths, self.dims[k]))})
+            dim = self.dims[k]
+            lengths = [_part_shape(self.blocks[k], r)[dim] for r in range(self.ranks)]
+            cut.update({(k, r): part for r, part in enumerate(result.split(lengths, dim))})
         returned = self._send(parts[0], cut, from_holders, to_owners)
         return [returned[k, self.rank] for k in range(len(parts))]
 
@@ -143,15 +143,13 @@ class _Exchange:
         """Parts by (block, holder): to every rank those in ``sent``, and from it those in ``received``."""
         outgoing = [parts[key].flatten() for keys in sent for key in keys]
         buffer = torch.cat([like.new_empty(0), *outgoing])
-        arriving, leaving = (
-            [sum(math.prod(self.shapes[k][r]) for k, r in keys) for keys in side] for side in (received, sent)
-        )
+        shapes = {(k, r): _part_shape(self.blocks[k], r) for keys in received for k, r in keys}
+        arriving = [sum(math.prod(shapes[key]) for key in keys) for keys in received]
+        leaving = [sum(parts[key].numel() for key in keys) for keys in sent]
         arrived = buffer.new_empty(sum(arriving))
         dist.all_to_all_single(arrived, buffer, arriving, leaving, group=self.group)
-        keys = [key for own in received for key in own]
-        shapes = [self.shapes[k][r] for k, r in keys]
-        pieces = arrived.split([math.prod(shape) for shape in shapes])
-        return {key: piece.view(shape) for key, piece, shape in zip(keys, pieces, shapes, strict=True)}
+        pieces = arrived.split([math.prod(shape) for shape in shapes.values()])
+        return {key: piece.view(shapes[key]) for key, piece in zip(shapes, pieces, strict=True)}
 
 
 def _part_shape(block: Block, rank: int) -> tuple[int, ...]:
@@ -176,9 +174,9 @@ def _cost(block: Block) -> int:
 def _deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """By rank, the numbers of those it computes: the next most expensive goes to the one with least to do."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
-        rank = load.index(min(load))
+        load, rank = loads[0]
         dealt[rank].append(k)
-        load[rank] += costs[k]
+        heapq.heapreplace(loads, (load + costs[k], rank))
     return dealt
