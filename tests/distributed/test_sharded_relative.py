@@ -133,6 +133,8 @@ def step_on(model, optimizer, kind, step, ranks):
     for rank in reversed(ranks):
         model.load_state_dict(buffers, strict=False)
         (loss_of(model, kind, step, rank) / len(ranks)).backward()
+    if not optimizer.relative and step % 2:
+        pathsgd.clip_path_grad_norm_(optimizer, 1e-3)
     optimizer.step()
 
 

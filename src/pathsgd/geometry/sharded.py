@@ -335,9 +335,9 @@ def reduce_over_ranks(values: Tensor, shards: Sequence[tuple[Shard, ...]], large
         for shard in own:
             by_group.setdefault(shard.group, []).append(k)
     for group, places in by_group.items():
-        index = torch.tensor(places, device=values.device)
         every = len(places) == values.shape[-1]
-        parts = (values if every else values[..., index]).clone(memory_format=torch.contiguous_format)
+        index = None if every else torch.tensor(places, device=values.device)
+        parts = (values if index is None else values[..., index]).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(parts, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        values = parts if every else values.index_copy(-1, index, parts)
+        values = parts if index is None else values.index_copy(-1, index, parts)
     return values
