@@ -40,6 +40,9 @@ class UnitFactors:
     factor: ExtendedFloat
     magnitude: ExtendedFloat
     """``a_in`` in the canonical equivalent, which is ``a_out`` there. It is invariant."""
+    presence: Tensor
+    """``magnitude`` before it was kept from 0, beside the mean of the layer; 0 if the class cannot be
+    rescaled. It is invariant."""
 
 
 @dataclass(frozen=True)
@@ -172,16 +175,19 @@ def _factors(
     through = _root(linear.multiply(a_in, a_out))
     mean = _mean_of_layer(linear, places, through)
     one = linear.ones(mean.mantissa.shape, mean.mantissa.device)
-    magnitude = _where(
-        _ratio(through, mean) < 2.0**-LEAST, linear.multiply(mean, _least(linear, mean)), through
-    )
+    presence = _ratio(through, mean)
+    magnitude = _where(presence < 2.0**-LEAST, linear.multiply(mean, _least(linear, mean)), through)
     # A unit that no path passes is treated as the others of its layer are.
     magnitude = _where(through.mantissa > 0, magnitude, _where(mean.mantissa > 0, mean, one))
     factor = _where(a_out.mantissa > 0, _divide(a_out, magnitude), one)
     factor = _where(a_in.mantissa > 0, _divide(magnitude, a_in), factor)
     if places.squared is not None:
         factor = _where(places.squared, _root(factor), factor)
-    return UnitFactors(_where(places.fixed, one, factor), _where(places.fixed, one, magnitude))
+    return UnitFactors(
+        _where(places.fixed, one, factor),
+        _where(places.fixed, one, magnitude),
+        torch.where(places.fixed, 0, presence),
+    )
 
 
 def _least(linear: Arithmetic, like: ExtendedFloat) -> ExtendedFloat:

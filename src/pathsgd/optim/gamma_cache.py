@@ -207,6 +207,10 @@ class GammaCache:
         elif self._found:
             self._versions = self._current_versions()
 
+    def is_last_of_coordinates(self) -> bool:
+        """Whether the step that is being taken is the last for what is cached."""
+        return is_capturing() or (self._steps + 1) % self.refresh_every == 0
+
     def refresh(self) -> None:
         """Throws away what is cached."""
         self._found.clear()

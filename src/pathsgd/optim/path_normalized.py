@@ -26,6 +26,7 @@ from pathsgd.optim.relative.coordinates import Coordinates
 from pathsgd.optim.relative.growth import KEY as GROWTH
 from pathsgd.optim.relative.spectral import KEY as SPECTRAL
 from pathsgd.optim.relative.steps import RelativeSteps
+from pathsgd.optim.relative.unit_scales import KEY as UNIT_SCALES
 from pathsgd.optim.rule import Rule
 from pathsgd.optim.step_limit import StepLimit, check_limit
 
@@ -198,7 +199,7 @@ class PathNormalized(PathOptimizer):
         if self.fallback is not None:
             self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
-        self._restore_precision(state_dict, (GROWTH, SPECTRAL))
+        self._restore_precision(state_dict, (GROWTH, SPECTRAL, UNIT_SCALES))
         for hook in after:
             hook(self)
 

@@ -21,6 +21,7 @@ from pathsgd.optim.relative.coordinates import Coordinates
 from pathsgd.optim.relative.growth import KEY as GROWTH
 from pathsgd.optim.relative.sgd import step_normalised
 from pathsgd.optim.relative.steps import RelativeSteps
+from pathsgd.optim.relative.unit_scales import KEY as UNIT_SCALES
 from pathsgd.optim.rule import (
     Each,
     Rate,
@@ -191,7 +192,7 @@ class PathSGD(PathOptimizer):
             state_dict: what :meth:`state_dict` returned.
         """
         super().load_state_dict(state_dict)
-        self._restore_precision(state_dict, ("momentum_buffer", GROWTH))
+        self._restore_precision(state_dict, ("momentum_buffer", GROWTH, UNIT_SCALES))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {

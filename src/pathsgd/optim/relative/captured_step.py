@@ -117,6 +117,7 @@ class CapturedStep:
                 for p, g in zip(parameters, grads, strict=True)
             ]
         for group in self.optimizer.param_groups:
+            found.append(isinstance(group["lr"], Tensor) or group["lr"] != 0)
             found += [
                 (name, value.data_ptr() if isinstance(value, Tensor) else value)
                 for name, value in group.items()

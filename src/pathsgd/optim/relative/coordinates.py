@@ -21,6 +21,7 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
 from pathsgd.optim.relative.sizes import SizeTable
+from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units
 
 Coordinates = Literal["paths", "weights"]
 
@@ -43,6 +44,7 @@ class RelativeCoordinates:
     catch_up: Tensor
     """How much faster than others those grow that are too small; 1 for the others."""
     exponents: bool
+    units: UnitState | None = None
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,17 @@ class RelativeMeasurement:
     ) -> None:
         self.names, self.coordinates, self.shards = list(names), coordinates, shards or {}
         self.capturable = True
+        self.graph = end_at_statistics(graph)
         self.by_name = cut_blocks(find_blocks(graph), self.shards)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
             name: cut_edges(edge, self.shards.get(name, ()))
-            for name, edge in unit_classes_of(end_at_statistics(graph)).parameters.items()
+            for name, edge in unit_classes_of(self.graph).parameters.items()
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
         self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
         self._subsets: dict[tuple[tuple[str, ...], torch.device], BlockSubset] = {}
+        self._scales: dict[tuple[tuple[str, ...], torch.device], UnitScales] = {}
 
     def subset(self, names: Sequence[str], device: torch.device) -> BlockSubset:
         """The blocks of these parameters."""
@@ -115,6 +119,18 @@ class RelativeMeasurement:
                 torch.tensor(spectral, dtype=torch.float64, device=device),
             )
         return self._subsets[key]
+
+    def unit_scales(self, names: Sequence[str], device: torch.device) -> UnitScales:
+        """What keeps the scales of units in a step of these parameters."""
+        key = tuple(names), device
+        if key not in self._scales:
+            self._scales[key] = UnitScales(self.graph, set(names), device)
+        return self._scales[key]
+
+    def find_ratios(self, rescaling: Rescaling, names: Sequence[str]) -> list[Tensor | None]:
+        """What a rescaling multiplies these parameters by; None if by nothing."""
+        _, edges = self._place(rescaling.into.device)
+        return [rescaling.of(edges[name]) if name in edges else None for name in names]
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return end_at_statistics(graph)
@@ -172,7 +188,8 @@ class RelativeMeasurement:
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
                 from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
-        return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents)
+        units = None if factors is None else read_units(factors)
+        return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents, units)
 
     def _keep_in_range(self, scales: dict[str, _Scale]) -> dict[str, _Scale]:
         """A deep network's z leave the range of floats: they are kept in units of the largest."""

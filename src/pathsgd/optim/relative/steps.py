@@ -25,6 +25,7 @@ from pathsgd.optim.relative.coordinates import (
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.sharded_spectral import find_norms_over_ranks
 from pathsgd.optim.relative.spectral import find_spectral_norms
+from pathsgd.optim.relative.unit_scales import Rescaling, UnitState
 from pathsgd.optim.relative.view import RelativeView
 
 if TYPE_CHECKING:
@@ -129,7 +130,10 @@ class RelativeSteps:
         def grow(subset: BlockSubset, along: Tensor) -> Tensor:
             return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
 
-        def rescale(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
+        def rescale() -> Rescaling | None:
+            return self._rescale(optimizer, groups, list(moved), measurement, coordinates.units)
+
+        def set_lengths(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
             if isinstance(optimizer, ENTRYWISE):
                 _set_spectral_norms(optimizer, groups, moved, subset, before, after)
                 return
@@ -142,14 +146,19 @@ class RelativeSteps:
             coordinates, measurement, point = units, kernels.measurement, kernels.point
 
             def run() -> Any:
-                kernels.run(units, lambda subset, name: per_block(subset, groups, name, kernels.ratios), grow)
+                kernels.run(
+                    units,
+                    lambda subset, name: per_block(subset, groups, name, kernels.ratios),
+                    grow,
+                    rescale(),
+                )
 
         else:
             measurement = self.measurement(list(groups))
             dense = coordinates = self.gamma_cache.get(measurement, self.p)
 
             def run() -> Any:
-                view = RelativeView(moved, measurement, dense, grow, rescale)
+                view = RelativeView(moved, measurement, dense, grow, set_lengths, rescale)
                 with view.entered():
                     return base_step(None if closure is None else view.wrap(closure))
 
@@ -179,6 +188,23 @@ class RelativeSteps:
 
             self._kernels = KernelChoice(self.gamma_cache, self.p, self.coordinates)
         return self._kernels.find(optimizer, names, moved)
+
+    def _rescale(
+        self, optimizer: Optimizer, groups: Groups, moved: list[str], measurement: RelativeMeasurement,
+        units: UnitState | None,
+    ) -> Rescaling | None:  # fmt: skip
+        """What to rescale units by so that they keep their scale; None if there are none, or not now."""
+        if units is None or len(units.factor) == 1 or not self.gamma_cache.is_last_of_coordinates():
+            return None
+        own = {name: groups[name]["lr"] for name in moved}
+        # What has no rate is not to change at all.
+        free = [name for name, lr in own.items() if isinstance(lr, Tensor) or lr != 0]
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        device = units.factor.device
+        found = measurement.unit_scales(free, device).find_rescaling(state, units)
+        for rate in {id(lr): lr for lr in own.values() if isinstance(lr, Tensor)}.values():
+            found = Rescaling(*(torch.where(rate.to(device) > 0, factors, 1) for factors in found))
+        return found
 
     def _grow(
         self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,

@@ -13,11 +13,14 @@ from pathsgd._torch import foreach
 from pathsgd.geometry.sharded import local_part, place_gradients, place_like
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
 from pathsgd.optim.relative.sharded import measure_turn
+from pathsgd.optim.relative.unit_scales import Rescaling
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
 """From <g, u> of each of these blocks to the factor by which its norm grows."""
-Rescale = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
+SetLengths = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
 """Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
+Rescale = Callable[[], Rescaling | None]
+"""What units are rescaled by; asked after the base has made its state."""
 
 
 class RelativeView:
@@ -33,11 +36,12 @@ class RelativeView:
         measurement: RelativeMeasurement,
         coordinates: RelativeCoordinates,
         grow: Grow,
+        set_lengths: SetLengths,
         rescale: Rescale,
     ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.measurement, self.coordinates = measurement, coordinates
-        self.grow, self.rescale = grow, rescale
+        self.grow, self.set_lengths, self.rescale = grow, set_lengths, rescale
         self.to_u = [coordinates.to_u[name] for name in parameters]
         self.from_u = [coordinates.from_u[name] for name in parameters]
         self.start: list[Tensor] = []
@@ -110,7 +114,15 @@ class RelativeView:
             self._turn(moved)
         foreach("sub_", moved, self.u)
         foreach("mul_", moved, self.from_u)
-        return [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
+        found = [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
+        rescaling = self.rescale() if turn else None
+        if rescaling is not None:
+            ratios = self.measurement.find_ratios(rescaling, self.names)
+            found = [
+                w if ratio is None else (w * ratio).to(w.dtype)
+                for w, ratio in zip(found, ratios, strict=True)
+            ]
+        return found
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
@@ -127,7 +139,7 @@ class RelativeView:
             return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
-        self.rescale(subset, before, blocks)
+        self.set_lengths(subset, before, blocks)
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
         along, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
         growth = self.grow(subset, along)

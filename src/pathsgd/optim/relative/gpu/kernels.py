@@ -61,6 +61,12 @@ def _place(piece, directions, i, c):
 
 
 @triton.jit
+def _store_rescaled(piece, rescaling, i, c, at, mask, w):
+    rows, columns = _find_factors(piece, rescaling, i, c)
+    tl.store(_pointer(piece, 0) + at, w * (rows[:, None] * columns[None, :]), mask)
+
+
+@triton.jit
 def _store_sum(partial, column: tl.constexpr, x, y):
     """The sum of products over a tile, in fp64: no square is lost."""
     products = x.to(tl.float64) * y.to(tl.float64)
@@ -95,15 +101,15 @@ def momentum_kernel(pieces, tiles, factors, sizes, partial, directions, momentum
 
 
 @triton.jit
-def move_kernel(pieces, tiles, factors, sizes, partial, directions, rates, decays=None):
-    """Moves weights along their direction, and shrinks them; <u, u> before and after."""
+def move_kernel(pieces, tiles, factors, sizes, partial, rescaling, directions, rates, decays=None):
+    """Moves weights along their direction, shrinks and rescales them; <u, u> before and after."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
     direction = tl.load(_place(piece, directions, i, c), mask, 0.0).to(tl.float32)
     step = tl.load(rates + number) * direction
     if decays is not None:
         step += tl.load(decays + number) * u
-    tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
+    _store_rescaled(piece, rescaling, i, c, at, mask, w - step * scale)
     _store_sum(partial, 0, u, u)
     _store_sum(partial, 1, u - step, u - step)
 
@@ -144,7 +150,7 @@ def direction_kernel(
 
 @triton.jit
 def adam_kernel(
-    pieces, tiles, factors, sizes, partial, rates, decays, keeps,
+    pieces, tiles, factors, sizes, partial, rescaling, rates, decays, keeps,
     first, rest_first, log_first, second, rest_second, log_second, eps,
 ):  # fmt: skip
     """Adam's step; <h, u>, and <u, u> before and after."""
@@ -156,7 +162,7 @@ def adam_kernel(
         piece, at, mask, h, first, rest_first, log_first, second, rest_second, log_second, eps
     )
     step = tl.load(rates + number) * direction + tl.load(decays + number) * u
-    tl.store(_pointer(piece, 0) + at, w - step * scale, mask)
+    _store_rescaled(piece, rescaling, i, c, at, mask, w - step * scale)
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, u, u)
     _store_sum(partial, 2, u - step, u - step)

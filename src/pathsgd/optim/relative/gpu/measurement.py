@@ -16,6 +16,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.relative.coordinates import Coordinates, RelativeMeasurement
 from pathsgd.optim.relative.gpu.kernels import SUMS, WARPS, norm_kernel
 from pathsgd.optim.relative.gpu.layout import Layout
+from pathsgd.optim.relative.unit_scales import UnitState, read_units
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class UnitCoordinates:
     catch_up: Tensor
     """How much faster than others those grow that are too small; 1 for the others."""
     exponents: bool
+    units: UnitState | None = None
 
 
 class UnitMeasurement(RelativeMeasurement):
@@ -55,12 +57,12 @@ class UnitMeasurement(RelativeMeasurement):
         self, network: PoweredNetwork, check: RangeCheck | None
     ) -> UnitCoordinates:
         layout, tiles = self.layout, self.tiles
-        found = None
+        found = units = None
         factors = torch.ones(len(layout.heads), device=network.device)
         if self.coordinates == "paths":
             found = measure_unit_factors(network, check)
-            by_class = found.factor.mantissa
-            factors = by_class[layout.heads] / by_class[layout.tails] ** layout.degrees
+            by_class, units = found.factor.mantissa, read_units(found)
+            factors = self.spread(by_class, by_class)
         if network.arithmetic.exponents:  # the kernels have plain floats: the caller looks at this alone
             return UnitCoordinates(factors, factors, factors, factors, True)
         fields, partial = self._point(network.edges.tensors), tiles.make_partial()
@@ -68,7 +70,11 @@ class UnitMeasurement(RelativeMeasurement):
         norm_kernel[tiles.grid](fields, tiles.tiles, factors, factors, partial, False, num_warps=WARPS)
         tiles.add_up(partial, sums, 1)
         sizes, turns, catch_up = self._place(network.device)[0].measure(sums[:, 0].sqrt(), found)
-        return UnitCoordinates(factors, sizes.float(), turns, catch_up, False)
+        return UnitCoordinates(factors, sizes.float(), turns, catch_up, False, units)
+
+    def spread(self, into: Tensor, out: Tensor) -> Tensor:
+        """Factors of classes in the order of the layout."""
+        return into[self.layout.heads] / out[self.layout.tails] ** self.layout.degrees
 
     def _point(self, tensors: Tensors) -> Tensor:
         """The fields with the addresses of the weights, which seldom change."""

@@ -32,6 +32,7 @@ from pathsgd.optim.relative.muon import (
     is_orthogonal,
     orthogonalize,
 )
+from pathsgd.optim.relative.unit_scales import Rescaling
 
 OPTIONS = ("momentum", "nesterov", "betas", "eps")
 """Those that cannot differ between groups here."""
@@ -101,6 +102,7 @@ class KernelStep:
         self.directions, self.batches, self.order = self._place_directions(matrices, dtype)
         measured = {n: p for n, p in parameters.items() if n in self.matrices and not muon}
         self.norms = SpectralNorms(optimizer, measured, measurement, self.order) if measured else None
+        self.ones = torch.ones(len(layout.heads), device=self.device)
         self.pointed = self.fields.to(self.device)
         number = {name: k for k, name in enumerate(names)}
         self._parameter_of = torch.tensor([number[layout.names[piece]] for piece in self.pieces])
@@ -173,8 +175,9 @@ class KernelStep:
         average, square = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
         return [p.data_ptr(), 0, average, square, state["step"].data_ptr()]
 
-    def run(self, at: UnitCoordinates, option: Option, grow: Grow) -> None:
-        """One step."""
+    def run(self, at: UnitCoordinates, option: Option, grow: Grow, rescaling: Rescaling | None) -> None:
+        """One step, after which units are rescaled."""
+        ratios = self.ones if rescaling is None else self.measurement.spread(*rescaling).float()
         averaged = [p for n, p in self.parameters.items() if self.norms or n not in self.matrices]
         if averaged:
             foreach("add_", [self.optimizer.state[p]["step"] for p in averaged], 1)
@@ -183,10 +186,12 @@ class KernelStep:
         lr = self._by_block(rate * self.ratios)
         decays = self._by_block(rate * decay * torch.ones_like(self.ratios))
         if self.norms is None:
-            moved = self._move_matrices(at, lr)
+            moved = self._move_matrices(at, lr, ratios)
         else:
-            moved = self._move_measured(at, self._by_block(rate * self.all.spectral), decays, self.norms)
-        other = self._step_adam(at, lr, decays, moved[:, 1])
+            moved = self._move_measured(
+                at, self._by_block(rate * self.all.spectral), decays, self.norms, ratios
+            )
+        other = self._step_adam(at, lr, decays, moved[:, 1], ratios)
         if len(self.turning_index):
             along, old, new = (torch.cat([moved[:, :1], moved[:, 2:]], 1) + other)[self.turning_index].unbind(
                 1
@@ -198,7 +203,7 @@ class KernelStep:
             tiles = self.turning_tiles
             scale_kernel[tiles.grid](self.pointed, tiles.tiles, full, num_warps=WARPS)
 
-    def _move_matrices(self, at: UnitCoordinates, lr: Tensor) -> Tensor:
+    def _move_matrices(self, at: UnitCoordinates, lr: Tensor, ratios: Tensor) -> Tensor:
         """Muon's step: the sums <h, u>, <h, h>, and <u, u> before and after, by block."""
         if not self.batches:
             return torch.zeros(len(lr), 4, dtype=torch.float64, device=self.device)
@@ -211,18 +216,18 @@ class KernelStep:
             norm = torch.linalg.vector_norm(batch, dim=(1, 2), dtype=torch.float32)
             norms.append(torch.where(norm > 0, norm, 1) / math.sqrt(batch[0].numel()))
         rates = lr.index_copy(0, self.order, lr[self.order] / torch.cat(norms))
-        moved = self._launch(move_kernel, tiles, 2, at, self.directions, rates)
+        moved = self._launch(move_kernel, tiles, 2, at, ratios, self.directions, rates)
         return torch.cat([momentum[:, :2], moved[:, :2]], 1)
 
     def _move_measured(
-        self, at: UnitCoordinates, lengths: Tensor, decays: Tensor, norms: SpectralNorms
+        self, at: UnitCoordinates, lengths: Tensor, decays: Tensor, norms: SpectralNorms, ratios: Tensor
     ) -> Tensor:
         """Adam's step of matrices, of these spectral norms: the same sums."""
         tiles = self.orthogonal_tiles
         found = self._launch(direction_kernel, tiles, 2, at, self.directions, *self._find_rule())
         norm = norms.find(self.batches)
         lengths = lengths.index_copy(0, self.order, lengths[self.order] / torch.where(norm > 0, norm, 1))
-        moved = self._launch(move_kernel, tiles, 2, at, self.directions, lengths, decays)
+        moved = self._launch(move_kernel, tiles, 2, at, ratios, self.directions, lengths, decays)
         return torch.cat([found[:, :2], moved[:, :2]], 1)
 
     def _find_rule(self) -> list[float]:
@@ -231,7 +236,9 @@ class KernelStep:
         averages = [x for beta in group["betas"] for x in (beta, 1 - beta, math.log(max(beta, 1e-300)))]
         return [*averages, group["eps"]]
 
-    def _step_adam(self, at: UnitCoordinates, lr: Tensor, decays: Tensor, squares: Tensor) -> Tensor:
+    def _step_adam(
+        self, at: UnitCoordinates, lr: Tensor, decays: Tensor, squares: Tensor, ratios: Tensor
+    ) -> Tensor:
         """Adam's step: the sums <h, u>, and <u, u> before and after, by block."""
         if not len(self.other_tiles.numbers):
             return torch.zeros(len(lr), SUMS.value, dtype=torch.float64, device=self.device)
@@ -240,7 +247,9 @@ class KernelStep:
             squares = squares + self._launch(norm_kernel, self.gated_tiles, 1, at, True)[:, 0]
             bound = NOISE * torch.finfo(torch.float32).eps
             keeps = (~self.measurement.find_noise(squares.sqrt(), bound)).float()
-        return self._launch(adam_kernel, self.other_tiles, 3, at, lr, decays, keeps, *self._find_rule())
+        return self._launch(
+            adam_kernel, self.other_tiles, 3, at, ratios, lr, decays, keeps, *self._find_rule()
+        )
 
     def _launch(self, kernel: Any, tiles: Tiles, count: int, at: UnitCoordinates, *arguments: Any) -> Tensor:
         """The sums that a kernel finds, by block."""
