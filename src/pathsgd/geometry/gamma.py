@@ -19,7 +19,7 @@ from pathsgd.geometry.operations.extended_views import apply_view
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range, run_forward
-from pathsgd.geometry.sharded import gather_vectors, local_part, own_ends, place_like, shard_of
+from pathsgd.geometry.sharded import gather_vectors, local_part, own_ends, place_like, shards_of
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
 from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
@@ -110,12 +110,15 @@ class Gamma:
         Returns:
             The new gamma.
         """
-        shard = shard_of(tensor)
-        if shard is None:
+        shards = shards_of(tensor)
+        if not shards:
             return self
         shape = tuple(local_part(tensor).shape)
         if self.whole is not None:
-            mantissa, exponent = shard.of(self.whole, shard.dim)
+            whole = self.whole
+            for shard in shards:
+                whole = shard.of(whole, shard.dim)
+            mantissa, exponent = whole
             return Gamma(self.arithmetic, shape, whole=ExtendedFloat(mantissa.clone(), exponent))
         assert self.gamma_out is not None
         assert self.gamma_in is not None

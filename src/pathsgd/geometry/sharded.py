@@ -9,14 +9,16 @@ So what is communicated is as wide as a layer, never a weight. A transposed matr
 axis, so that the backward pass follows from the same two cases. Biases and the weights of norms, which are
 vectors, are gathered before. gamma of a weight is computed for the part that a rank holds.
 
+What is sharded over two axes of a device mesh was cut twice, and the rules are applied one inside the other.
 Convolutions are computed on local kernels by these rules, too: DTensor's own returns wrong channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,12 +30,16 @@ from pathsgd.graph.nodes import Conv, Linear, Permute, Weight, Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.sharded import is_sharded
 
+if TYPE_CHECKING or dist.is_available():
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Placed
+
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that this rank holds: ``length`` entries of one axis, from ``start`` on."""
+    """A cut of a tensor, of which this rank keeps ``length`` entries of one axis, from ``start`` on."""
 
     dim: int
     start: int
@@ -45,7 +51,16 @@ class Shard:
     @property
     def largest(self) -> int:
         """The length of the longest part: torch gives all ranks but the last ones so many."""
-        return -(-self.size // dist.get_world_size(self.group))
+        return -(-self.size // self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many the axis is sharded."""
+        return dist.get_world_size(self.group)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Where the part of a rank begins and ends."""
+        return min(rank * self.largest, self.size), min((rank + 1) * self.largest, self.size)
 
     def of(self, x: ExtendedFloat, dim: int) -> ExtendedFloat:
         """This rank's part of units that lie along ``dim``."""
@@ -62,27 +77,47 @@ class Shard:
         return gathered[: self.size].movedim(0, dim)
 
 
-def shard_of(tensor: Tensor) -> Shard | None:
-    """Which part of a tensor this rank holds; None if all of it."""
+def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
+    """Which part of a tensor this rank holds: the whole is cut as the first says, what is left as the second.
+    Nothing if it is all of it."""
     if not is_sharded(tensor):
-        return None
-    from torch.distributed.tensor import Shard as Placed
-
-    mesh = tensor.device_mesh
-    found = None
-    for k, placement in enumerate(tensor.placements):
-        if placement.is_replicate() or mesh.size(k) == 1:
-            continue
-        if type(placement) is not Placed or found is not None:
-            raise PathError(
-                f"a parameter with placements {tuple(tensor.placements)} is not supported: it may be sharded "
-                "over one axis of the device mesh, and replicated over the others"
-            )
-        dim, size = placement.dim % tensor.dim(), tensor.shape[placement.dim]
+        return ()
+    mesh, shape = tensor.device_mesh, list(tensor.shape)
+    found = []
+    for k in _order_of_cuts(tensor):
+        dim: int = tensor.placements[k].dim % len(shape)  # type: ignore[attr-defined]
+        size = shape[dim]
         most = -(-size // mesh.size(k))
         start = min(mesh.get_local_rank(k) * most, size)
-        found = Shard(dim, start, min(most, size - start), size, mesh.get_group(k))
-    return found
+        shape[dim] = min(most, size - start)
+        found.append(Shard(dim, start, shape[dim], size, mesh.get_group(k)))
+    if shape != list(local_part(tensor).shape):
+        raise _unsupported(tensor)
+    return tuple(found)
+
+
+def _order_of_cuts(tensor: DTensor) -> list[int]:
+    """The axes of the device mesh over which a tensor is sharded, in the order in which it was cut: from left
+    to right, but for fully_shard of what is tensor parallel, which cuts the parts (_StridedShard)."""
+    first: list[int] = []
+    last: list[int] = []
+    for k, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or tensor.device_mesh.size(k) == 1:
+            continue
+        if hasattr(placement, "split_factor"):
+            last.insert(0, k)
+        elif type(placement) is Placed:
+            first.append(k)
+        else:
+            raise _unsupported(tensor)
+    return first + last
+
+
+def _unsupported(tensor: DTensor) -> PathError:
+    return PathError(
+        f"a parameter with placements {tuple(tensor.placements)} on {tensor.device_mesh} "
+        "is not supported: it may be replicated, sharded by fully_shard, tensor parallel, or both"
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -97,6 +132,15 @@ def place_like(local: Tensor, like: Tensor) -> Tensor:
     return type(like).from_local(
         local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
+
+
+def place_gradients(parameters: Iterable[Tensor]) -> None:
+    """Has the gradient of every sharded parameter lie as the parameter does. A collective call for those that
+    do not, such as a sum over ranks that is not yet taken."""
+    for p in parameters:
+        grad = p.grad
+        if is_sharded(p) and grad is not None and is_sharded(grad) and grad.placements != p.placements:
+            p.grad = grad.redistribute(placements=p.placements)
 
 
 # Sums over paths
@@ -138,21 +182,26 @@ def _by_shards(
 ) -> ExtendedFloat:
     """``compute`` on the local part of a weight, and what it takes to make its result that of the whole:
     ``channels`` is the axis of units, ``outputs`` and ``inputs`` those of the weight."""
-    shard, local = shard_of(weight), local_part(weight)
-    if shard is None:
-        return compute(x, local)
+    shards, local = shards_of(weight), local_part(weight)
     channels %= x.mantissa.dim()
-    if not shard.length:
+    if shards and 0 in local.shape:
         # There are more ranks than rows. One that counts for nothing keeps all shapes as they are elsewhere.
         local = local.new_zeros([max(n, 1) for n in local.shape])
-    if shard.dim == outputs:
-        y = _expand_exponent(compute(x, local), x, channels)
-        y = y if shard.length else _narrow(y, channels, 0, 0)
-        exponent = None if y.exponent is None else shard.gather(y.exponent, channels)
-        return ExtendedFloat(shard.gather(y.mantissa, channels), exponent)
-    assert shard.dim == inputs
-    own = shard.of(x, channels) if shard.length else _narrow(x, channels, 0, 1)
-    return _add_over_ranks(arithmetic, _expand_exponent(compute(own, local), x, channels), shard.group)
+
+    def run(x: ExtendedFloat, shards: Sequence[Shard]) -> ExtendedFloat:
+        if not shards:
+            return compute(x, local)
+        shard, *inner = shards
+        if shard.dim == outputs:
+            y = _expand_exponent(run(x, inner), x, channels)
+            y = y if shard.length else _narrow(y, channels, 0, 0)
+            exponent = None if y.exponent is None else shard.gather(y.exponent, channels)
+            return ExtendedFloat(shard.gather(y.mantissa, channels), exponent)
+        assert shard.dim == inputs
+        own = shard.of(x, channels) if shard.length else _narrow(x, channels, 0, 1)
+        return _add_over_ranks(arithmetic, _expand_exponent(run(own, inner), x, channels), shard.group)
+
+    return run(x, shards)
 
 
 def _expand_exponent(y: ExtendedFloat, x: ExtendedFloat, channels: int) -> ExtendedFloat:
@@ -189,30 +238,30 @@ def _add_over_ranks(arithmetic: Arithmetic, x: ExtendedFloat, group: dist.Proces
 
 def gather_vectors(graph: PathGraph, tensors: Tensors) -> Tensors:
     """The tensors in which sharded ones are whole, except the matrices and kernels that the rules above are
-    for. A collective call, one for each dtype."""
-    gathered = [
-        name
-        for name, tensor in tensors.items()
-        if is_sharded(tensor) and (name in graph.parameters) and not _stays_sharded(graph, name, tensor)
-    ]
-    found = {name: tensor for name, tensor in tensors.items() if name not in gathered}
-    shards = {name: shard_of(tensors[name]) for name in gathered}
-    buckets: dict[tuple[int, torch.dtype], list[str]] = {}
-    for name, shard in shards.items():
-        if shard is None:
-            found[name] = local_part(tensors[name])
-        else:
-            buckets.setdefault((id(shard.group), tensors[name].dtype), []).append(name)
-    for names in buckets.values():
-        found.update(_gather_bucket(tensors, {name: shards[name] for name in names}))  # type: ignore[misc]
-    return {name: found[name] for name in tensors}
+    for. A collective call, one for each dtype and each axis of the device mesh."""
+    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor) and name in graph.parameters}
+    if not sharded:
+        return tensors
+    uses = _uses(graph)
+    gathered = {name for name in sharded if not _stays_sharded(uses.get(name, []), tensors[name])}
+    found = {name: local_part(t) if name in gathered else t for name, t in tensors.items()}
+    left = {name: list(shards_of(tensor)) for name, tensor in tensors.items() if name in gathered}
+    while any(left.values()):  # from the last cut to the first
+        buckets: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, Shard]] = {}
+        for name, shards in left.items():
+            if shards:
+                shard = shards.pop()
+                buckets.setdefault((shard.group, found[name].dtype), {})[name] = shard
+        for bucket in buckets.values():
+            found.update(_gather_bucket(found, bucket))
+    return found
 
 
-def _gather_bucket(tensors: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor]:
+def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor]:
     """Tensors that are sharded over the same ranks, by one collective call."""
     padded = []
     for name, shard in shards.items():
-        rows = local_part(tensors[name]).detach().movedim(shard.dim, 0)
+        rows = parts[name].detach().movedim(shard.dim, 0)
         whole = rows.new_zeros(shard.largest, *rows.shape[1:])
         whole[: shard.length] = rows
         padded.append(whole)
@@ -228,21 +277,23 @@ def _gather_bucket(tensors: Tensors, shards: dict[str, Shard]) -> dict[str, Tens
     }
 
 
-def _stays_sharded(graph: PathGraph, name: str, tensor: Tensor) -> bool:
+def _uses(graph: PathGraph) -> dict[str, list[Weighted]]:
+    """The operations that use a parameter, by its name."""
+    found: dict[str, list[Weighted]] = {}
+    for node in graph.nodes:
+        if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
+            found.setdefault(node.operation.weight.parameter.name, []).append(node.operation)
+    return found
+
+
+def _stays_sharded(uses: Sequence[Weighted], tensor: Tensor) -> bool:
     """Whether every use of a parameter is as the whole matrix of a linear layer, or its transpose, or as the
     kernel of a convolution without groups."""
-    uses = [
-        node.operation
-        for node in graph.nodes
-        if isinstance(node.operation, Weighted)
-        and node.operation.weight.parameter is not None
-        and node.operation.weight.parameter.name == name
-    ]
-    shard = shard_of(tensor)
-    return bool(uses) and shard is not None and all(_is_whole(operation, shard) for operation in uses)
+    shards = shards_of(tensor)
+    return bool(uses and shards) and all(_is_whole(operation, shards) for operation in uses)
 
 
-def _is_whole(operation: Weighted, shard: Shard) -> bool:
+def _is_whole(operation: Weighted, shards: Sequence[Shard]) -> bool:
     weight: Weight = operation.weight
     assert weight.parameter is not None
     if weight.factors or weight.parameter.inverse:
@@ -251,7 +302,7 @@ def _is_whole(operation: Weighted, shard: Shard) -> bool:
         case Linear():
             return weight.parameter.views in ((), (Permute((1, 0)),))
         case Conv(groups=1):
-            return not weight.parameter.views and shard.dim < 2
+            return not weight.parameter.views and all(shard.dim < 2 for shard in shards)
     return False
 
 
@@ -260,8 +311,33 @@ def own_ends(
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
     """What leaves the outputs and what arrives at the inputs of a weight, of those that this rank's part of
     it joins. ``axis`` is that of units, ``outputs`` the weight's axis of outputs."""
-    shard = shard_of(weight)
-    if shard is None:
-        return out, into
     axis %= out.mantissa.dim()
-    return (shard.of(out, axis), into) if shard.dim == outputs else (out, shard.of(into, axis))
+    for shard in shards_of(weight):
+        if shard.dim == outputs:
+            out = shard.of(out, axis)
+        else:
+            into = shard.of(into, axis)
+    return out, into
+
+
+def reduce_over_ranks(values: Tensor, shards: Sequence[tuple[Shard, ...]], largest: bool = False) -> Tensor:
+    """The sums (or the maxima) over all ranks that hold parts of something.
+
+    A collective call, one for each group of ranks.
+
+    Args:
+        values: of this rank's parts, along the last axis.
+        shards: those of each of them.
+        largest: whether it is the maximum.
+    """
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for k, own in enumerate(shards):
+        for shard in own:
+            by_group.setdefault(shard.group, []).append(k)
+    for group, places in by_group.items():
+        every = len(places) == values.shape[-1]
+        index = None if every else torch.tensor(places, device=values.device)
+        parts = (values if index is None else values[..., index]).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(parts, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        values = parts if index is None else values.index_copy(-1, index, parts)
+    return values

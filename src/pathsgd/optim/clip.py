@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd.geometry.sharded import Shard, local_part, shard_of
+from pathsgd.geometry.sharded import Shard, local_part, place_gradients, reduce_over_ranks, shards_of
 from pathsgd.optim.path_normalized import PathNormalized
 from pathsgd.optim.path_sgd import PathSGD
 
@@ -57,10 +54,11 @@ def clip_path_grad_norm_(
     optimizer.gamma_cache.synchronise()
     parts: list[Tensor] = []
     grads: list[Tensor] = []
-    shards: list[Shard | None] = []
+    shards: list[tuple[Shard, ...]] = []
     for group in optimizer.param_groups:
         p = group["p"] if isinstance(optimizer, PathSGD) else optimizer.p
         found = [parameter for parameter in group["params"] if parameter.grad is not None]
+        place_gradients(found)
         for parameter, gamma in zip(found, optimizer.gamma_cache.gammas_of(found, p), strict=True):
             grad = parameter.grad
             if grad.is_sparse:
@@ -68,10 +66,13 @@ def clip_path_grad_norm_(
             h = grad if gamma is None else gamma.gradient_to_z(grad.to(gamma.dtype))
             parts.append(torch.linalg.vector_norm(local_part(h)))
             grads.append(local_part(grad))
-            shards.append(shard_of(grad))
+            shards.append(shards_of(grad))
     if not grads:
         return torch.tensor(0.0)
-    total = _norm_over_ranks([part.to(parts[0]) for part in parts], shards)
+    norms = torch.stack([part.to(parts[0]) for part in parts])
+    if any(shards):
+        norms = reduce_over_ranks(norms.square(), shards).sqrt()
+    total = torch.linalg.vector_norm(norms)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of the gradients is {total.item()}, so it cannot be clipped; "
@@ -81,17 +82,3 @@ def clip_path_grad_norm_(
     for grad in grads:
         grad.mul_(factor.to(grad))
     return total
-
-
-def _norm_over_ranks(norms: Sequence[Tensor], shards: Sequence[Shard | None]) -> Tensor:
-    """The norm of all parts together, of which some are on other ranks."""
-    whole = [norm for norm, shard in zip(norms, shards, strict=True) if shard is None]
-    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for norm, shard in zip(norms, shards, strict=True):
-        if shard is not None:
-            by_group.setdefault(shard.group, []).append(norm)
-    for group, own in by_group.items():
-        square = torch.stack(own).square().sum()
-        dist.all_reduce(square, group=group)
-        whole.append(square.sqrt())
-    return torch.linalg.vector_norm(torch.stack(whole))

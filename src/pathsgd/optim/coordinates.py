@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gamma
+from pathsgd.geometry.sharded import place_gradients
 
 Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
 """Shortens the steps of z of these parameters, which were at these weights."""
@@ -96,6 +97,7 @@ class InvariantView:
                 )
 
     def _gradients_to_z(self) -> None:
+        place_gradients(p for p, _ in self.parameters)
         for p, gamma in self.parameters:
             if p.grad is not None:
                 if p.grad.is_sparse:

@@ -121,7 +121,7 @@ class PathNormalized(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
-        self._check_sharded(relative=relative, max_relative_step=max_relative_step)
+        self._check_sharded(max_relative_step=max_relative_step)
         self.fallback: Optimizer | None = None
         if fallback is not None or fallback_lr is not None:
             params, fallen = self._split(params)

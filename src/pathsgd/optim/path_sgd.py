@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
 from pathsgd.geometry.gamma import Gamma, check_p, take_roots
-from pathsgd.geometry.sharded import local_part
+from pathsgd.geometry.sharded import local_part, place_gradients
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -140,9 +140,7 @@ class PathSGD(PathOptimizer):
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,
         )  # fmt: skip
-        self._check_sharded(
-            relative=relative, max_relative_step=max_relative_step, differentiable=differentiable
-        )
+        self._check_sharded(max_relative_step=max_relative_step, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "p": p,
@@ -252,6 +250,7 @@ class PathSGD(PathOptimizer):
     def _check_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        place_gradients(params)
         for parameter in params:
             if parameter.grad.is_sparse:
                 raise RuntimeError("PathSGD does not support sparse gradients")

@@ -41,7 +41,7 @@ def both_ways(monkeypatch, kind, name, event=nothing, count=24):
     for captured in (True, False):
         torch.manual_seed(0)
         model, x = build(kind, torch.float32)
-        model, x = model.cuda(), x.cuda()
+        model, x = model.cuda().train(), x.cuda()
         optimizer = OPTIMIZERS[name](model, x)
         if not captured:
             monkeypatch.setattr(steps, "is_capturable", lambda *_: False)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from pathsgd.geometry.sharded import Shard
 from pathsgd.geometry.unit_groups import Group, Part, unit_groups
 from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import ParameterInfo, PathGraph
@@ -50,12 +52,24 @@ class Block:
     """The classes of the units that its weights come from."""
     heads: Tensor
     """The classes of the units that they lead into."""
+    shards: tuple[Shard, ...] = ()
+    """What part of the parameter this rank holds; none if all of it."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of the parameter's shape, as a view."""
+        """The rows of a tensor of the parameter's shape, or of the part of it that this rank holds, as a
+        view."""
         if not self.shape or self.length == self.shape[self.axis]:
             return tensor
-        return tensor.narrow(self.axis, self.start, self.length)
+        start, stop = self.rows_in((s.start, s.start + s.length) for s in self.shards if s.dim == self.axis)
+        return tensor.narrow(self.axis, start, stop - start)
+
+    def rows_in(self, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """Where its rows begin and end in a part of the parameter, found by cutting out these rows, then
+        these of what is left."""
+        start, stop = self.start, self.start + self.length
+        for low, high in cuts:
+            start, stop = (min(max(n, low), high) - low for n in (start, stop))
+        return start, stop
 
     @property
     def numel(self) -> int:

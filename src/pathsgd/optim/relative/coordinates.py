@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pathsgd._torch import foreach
 from pathsgd.geometry.canonical import UnitFactors, measure_unit_factors
 from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.extended_float import exact_frexp, exact_ldexp
+from pathsgd.geometry.extended_float import DEAD, exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range
+from pathsgd.geometry.sharded import Shard, gather_vectors, local_part, reduce_over_ranks
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
+from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
 from pathsgd.optim.relative.sizes import SizeTable
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units
 
@@ -74,16 +75,23 @@ class BlockSubset:
 
 
 class RelativeMeasurement:
-    """Measures the relative coordinates of one graph's parameters."""
+    """Measures the relative coordinates of one graph's parameters; of those that are sharded, as ``shards``
+    says, of the part that this rank holds."""
 
-    def __init__(self, graph: PathGraph, names: Sequence[str], coordinates: Coordinates) -> None:
-        self.names, self.coordinates = list(names), coordinates
+    def __init__(
+        self,
+        graph: PathGraph,
+        names: Sequence[str],
+        coordinates: Coordinates,
+        shards: Mapping[str, tuple[Shard, ...]] | None = None,
+    ) -> None:
+        self.names, self.coordinates, self.shards = list(names), coordinates, shards or {}
         self.capturable, self.reads_statistics = True, False
         self.graph = end_at_statistics(graph)
-        self.by_name = find_blocks(graph)
+        self.by_name = cut_blocks(find_blocks(graph), self.shards)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
         self.edges = {
-            name: edge
+            name: cut_edges(edge, self.shards.get(name, ()))
             for name, edge in unit_classes_of(self.graph).parameters.items()
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
@@ -130,16 +138,29 @@ class RelativeMeasurement:
     def run(
         self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None
     ) -> RelativeCoordinates:
-        return measure_in_range(graph, tensors, p, self.measure, exponents)
+        own = {name: local_part(tensors[name]) for name in self.names}
+        if self.coordinates == "paths":
+            tensors = gather_vectors(graph, tensors)
+
+        def measure(network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
+            return self._measure(network, check, own)
+
+        return measure_in_range(graph, tensors, p, measure, exponents)
 
     def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> RelativeCoordinates:
-        tensors, dtype = network.edges.tensors, network.arithmetic.dtype
+        return self._measure(network, check, network.edges.tensors)
+
+    def _measure(
+        self, network: PoweredNetwork, check: RangeCheck | None, tensors: Tensors
+    ) -> RelativeCoordinates:
+        """``tensors`` is what this rank holds of the parameters."""
+        dtype = network.arithmetic.dtype
         if self.coordinates == "weights":
             return self._divide_by_sizes(tensors, dtype, None, {})
         factors = measure_unit_factors(network, check)
         _, edges = self._place(network.device)
         scales = {n: _canonical_scale(factors, edges[n], tensors[n]) for n in self.names if n in edges}
-        return self._divide_by_sizes(tensors, dtype, factors, scales)
+        return self._divide_by_sizes(tensors, dtype, factors, self._keep_in_range(scales))
 
     @torch.no_grad()
     def _divide_by_sizes(
@@ -148,7 +169,7 @@ class RelativeMeasurement:
         weights = {name: tensors[name].detach().to(dtype) for name in self.names}
         z = {name: scales[name].apply(w) if name in scales else w for name, w in weights.items()}
         blocks = [block.of(z[block.name]) for block in self.blocks]
-        norms = torch.stack(list(foreach("norm", blocks, 2, dtype=torch.float64)))
+        norms = find_norms(self.blocks, blocks)
         exponents = factors is not None and factors.factor.exponent is not None
         shift = self._shifts(scales, norms.device) if exponents else None
         norms = norms if shift is None else exact_ldexp(norms, shift)
@@ -170,6 +191,20 @@ class RelativeMeasurement:
         units = None if factors is None else read_units(factors)
         return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents, units)
 
+    def _keep_in_range(self, scales: dict[str, _Scale]) -> dict[str, _Scale]:
+        """A deep network's z leave the range of floats: they are kept in units of the largest."""
+        names = [name for name, scale in scales.items() if scale.shift is not None]
+        if not names:
+            return scales
+        largest = torch.stack([scales[name].shift for name in names])  # type: ignore[misc]
+        largest = reduce_over_ranks(largest, [self.shards.get(n, ()) for n in names], largest=True)
+        shifts = torch.where(largest < -(1 << 20), 0, largest)  # all are zero
+        shifted = {
+            name: replace(scales[name], exponent=scales[name].exponent - shift, shift=shift)  # type: ignore[operator]
+            for name, shift in zip(names, shifts.unbind(), strict=True)
+        }
+        return {**scales, **shifted}
+
     def _shifts(self, scales: dict[str, _Scale], device: torch.device) -> Tensor:
         zero = torch.zeros((), dtype=torch.int32, device=device)
         found = [scales[b.name].shift if b.name in scales else zero for b in self.blocks]
@@ -182,7 +217,7 @@ class RelativeMeasurement:
             return
         subset = self.subset(list(grads), next(iter(grads.values())).device)
         blocks = subset.blocks_of(grads)
-        norms = torch.stack(list(foreach("norm", blocks, 2, dtype=torch.float64)))
+        norms = find_norms(subset.blocks, blocks)
         if subset.index is not None:
             norms = norms.new_zeros(len(self.blocks)).index_copy(0, subset.index, norms)
         bound = NOISE * torch.finfo(blocks[0].dtype).eps
@@ -208,7 +243,8 @@ class RelativeMeasurement:
 
 @dataclass(frozen=True)
 class _Scale:
-    """z = w * scale * 2^exponent of one parameter, in units of 2^shift."""
+    """z = w * scale * 2^exponent of one parameter, in units of 2^shift. Before these units are chosen, shift
+    is the binary exponent of the largest z."""
 
     scale: Tensor
     inverse: Tensor
@@ -229,7 +265,5 @@ def _canonical_scale(factors: UnitFactors, edge: EdgeClasses, weight: Tensor) ->
         return _Scale(scale, inverse)
     total = (exponent[edge.head] - edge.degree * exponent[edge.tail]).expand(weight.shape)
     _, own = exact_frexp(weight.detach().to(mantissa.dtype))
-    # A deep network's z leave the range of floats: they are kept in units of the largest.
-    shift = (own + total).amax()
-    shift = torch.where(shift < -(1 << 20), 0, shift)  # all are zero
-    return _Scale(scale, inverse, total - shift, shift)
+    largest = (own + total).amax() if weight.numel() else torch.full_like(exponent[0], DEAD)
+    return _Scale(scale, inverse, total, largest)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
+from pathsgd.geometry.sharded import local_part
 from pathsgd.optim.relative.blocks import Block
+from pathsgd.optim.relative.sharded import on_whole_blocks
 from pathsgd.optim.rule import apply_momentum, multi_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -64,6 +66,22 @@ def _normalize(matrices: Tensor) -> Tensor:
     x = matrices / torch.where(largest > 0, largest, 1)  # whose squares are in range
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return x / torch.where(norm > 0, norm, 1)
+
+
+def orthogonalize_all(blocks: list[Tensor]) -> list[Tensor]:
+    """Muon's direction for each of these, of root mean square 1: those of one shape are computed together."""
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    matrices = [block.reshape(len(block), -1) for block in blocks]
+    for k, matrix in enumerate(matrices):
+        by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append(k)
+    found = list(blocks)
+    for (rows, columns), places in by_shape.items():
+        batch = torch.stack([matrices[k] for k in places])
+        ds = orthogonalize(batch, choose_dtype(batch))
+        ds = _normalize(ds).mul_((rows * columns) ** 0.5)
+        for k, d in zip(places, ds.unbind(), strict=True):
+            found[k] = d.reshape(blocks[k].shape)
+    return found
 
 
 def is_orthogonal(blocks: list[Block]) -> bool:
@@ -138,31 +156,25 @@ class RelativeMuon(Optimizer):
     def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
-        grads = [p.grad for p in params if p.grad is not None]
-        buffers = [find_momentum(self.state[p], p) for p in params]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
+        buffers = [local_part(find_momentum(self.state[p], p)) for p in params]
         ds, _ = apply_momentum(grads, buffers, group["momentum"], group["nesterov"], multi_tensor)
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for p, d in zip(params, ds, strict=True):
-            for block in self.blocks_of(p):
-                own = block.of(d)
-                matrix = own.reshape(len(own), -1)
-                by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append((matrix, block.of(p)))
-        for (rows, columns), pairs in by_shape.items():
-            batch = torch.stack([matrix for matrix, _ in pairs])
-            found = orthogonalize(batch, choose_dtype(batch))
-            found = _normalize(found).mul_((rows * columns) ** 0.5)
-            for (_, own), d in zip(pairs, found.unbind(), strict=True):
-                own.sub_(group["lr"] * d.reshape(own.shape))
+        blocks = [(block, p, d) for p, d in zip(params, ds, strict=True) for block in self.blocks_of(p)]
+        found = on_whole_blocks(
+            [block for block, *_ in blocks], [block.of(d) for block, _, d in blocks], orthogonalize_all
+        )
+        for (block, p, _), d in zip(blocks, found, strict=True):
+            block.of(local_part(p)).sub_(group["lr"] * d)
 
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
         states = [find_averages(self.state[p], p) for p in params]
         first, second = group["betas"]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
         adam(
-            params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
-            [], [s["step"] for s in states], amsgrad=False, beta1=first, beta2=second,
-            lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
+            [*map(local_part, params)], grads, [local_part(s["exp_avg"]) for s in states],
+            [local_part(s["exp_avg_sq"]) for s in states], [], [s["step"] for s in states], amsgrad=False,
+            beta1=first, beta2=second, lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
             capturable=all(p.is_cuda for p in params),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, is_capturing
+from pathsgd.geometry.sharded import shards_of
 from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.on_device import on_device
@@ -23,6 +24,7 @@ from pathsgd.optim.relative.coordinates import (
     RelativeMeasurement,
 )
 from pathsgd.optim.relative.growth import find_growth
+from pathsgd.optim.relative.sharded_spectral import find_norms_over_ranks
 from pathsgd.optim.relative.spectral import find_spectral_norms
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitState
 from pathsgd.optim.relative.view import RelativeView
@@ -76,7 +78,8 @@ class RelativeSteps:
         """What measures the coordinates of these parameters, or of those it was last asked for."""
         if self._measurement is None or (names and self._measurement.names != names):
             own = names or list(self.gamma_cache.graph.parameters)
-            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates)
+            shards = {name: shards_of(p) for name, p in self.gamma_cache.model.named_parameters()}
+            self._measurement = RelativeMeasurement(self.gamma_cache.graph, own, self.coordinates, shards)
         return self._measurement
 
     def blocks_of(self, parameter: Tensor) -> list[Block]:
@@ -175,8 +178,10 @@ class RelativeSteps:
     ) -> tuple[KernelStep, UnitCoordinates] | None:
         """The step by Triton kernels, if they can take it."""
         on_gpu = next(iter(moved.values())).is_cuda
-        if not has_triton() or not (
-            self.implementation == "triton" or (self.implementation == "auto" and on_gpu)
+        if (
+            self.gamma_cache.sharded
+            or not has_triton()
+            or not (self.implementation == "triton" or (self.implementation == "auto" and on_gpu))
         ):
             return None
         if self._kernels is None:
@@ -253,7 +258,11 @@ def _set_spectral_norms(
     shrunk = foreach("mul", before, list(kept.unbind()))
     foreach("sub_", after, shrunk)
     steps = [step.flatten(1) for step in after]
-    norms = find_spectral_norms(optimizer, [moved[n] for n in subset.names], subset.counts, steps)
+    parameters = [moved[n] for n in subset.names]
+    if any(block.shards for block in subset.blocks):
+        norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, steps)
+    else:
+        norms = find_spectral_norms(optimizer, parameters, subset.counts, steps)
     parts = (lr * like / torch.where(norms > 0, norms, 1)).to(dtype)
     foreach("mul_", after, list(parts.unbind()))
     foreach("add_", after, shrunk)

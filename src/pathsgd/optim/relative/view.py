@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import foreach
+from pathsgd.geometry.sharded import local_part, place_gradients, place_like
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
+from pathsgd.optim.relative.sharded import measure_turn
 from pathsgd.optim.relative.unit_scales import Rescaling
 
 Grow = Callable[[BlockSubset, Tensor], Tensor]
@@ -24,7 +26,8 @@ Rescale = Callable[[], Rescaling | None]
 class RelativeView:
     """Parameters that hold u, and the gradient of u, inside :meth:`entered`.
 
-    In place, on the same Parameters. Three copies are held meanwhile: of the weights, of u, of the gradients.
+    In place, on the same Parameters, or on what this rank holds of them. Three copies are held meanwhile: of
+    the weights, of u, of the gradients.
     """
 
     def __init__(
@@ -48,15 +51,14 @@ class RelativeView:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """On an error everything is put back."""
-        self.start = [p.detach().clone() for p in self.parameters]
+        self.start = [own.clone() for own in self._own()]
         self.grads = [p.grad for p in self.parameters]
         try:
             wide = [w.to(factor.dtype) for w, factor in zip(self.start, self.to_u, strict=True)]
             self._write(foreach("mul", wide, self.to_u))
             # As the parameters hold it: one of low precision rounds it.
             self.u = [
-                p.detach().to(factor.dtype, copy=True)
-                for p, factor in zip(self.parameters, self.to_u, strict=True)
+                own.to(factor.dtype, copy=True) for own, factor in zip(self._own(), self.to_u, strict=True)
             ]
             self._gradients_to_u()
             yield
@@ -72,7 +74,7 @@ class RelativeView:
         """The closure as a function of u: evaluated at the weights u stands for."""
 
         def evaluate() -> Any:
-            here = [p.detach().clone() for p in self.parameters]
+            here = [own.clone() for own in self._own()]
             self._write(self._weights(turn=False))
             for p, grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
@@ -86,22 +88,28 @@ class RelativeView:
         return evaluate
 
     @torch.no_grad()
+    def _own(self) -> list[Tensor]:
+        """What this rank holds of the parameters."""
+        return [local_part(p).detach() for p in self.parameters]
+
     def _write(self, values: list[Tensor]) -> None:
-        foreach("copy_", self.parameters, values)
+        foreach("copy_", self._own(), values)
 
     def _gradients_to_u(self) -> None:
         found = [k for k, p in enumerate(self.parameters) if p.grad is not None]
         if any(self.parameters[k].grad.is_sparse for k in found):  # type: ignore[union-attr]
             raise RuntimeError("relative steps do not support sparse gradients")
-        grads = [self.parameters[k].grad.to(self.from_u[k].dtype) for k in found]  # type: ignore[union-attr]
+        place_gradients(self.parameters)
+        grads = [local_part(self.parameters[k].grad).to(self.from_u[k].dtype) for k in found]  # type: ignore[arg-type]
         grads = list(foreach("mul", grads, [self.from_u[k] for k in found])) if found else []
         self.measurement.zero_noise_({self.names[k]: grad for k, grad in zip(found, grads, strict=True)})
         for k, grad in zip(found, grads, strict=True):
-            self.parameters[k].grad = grad.to(self.parameters[k].dtype)
+            p = self.parameters[k]
+            p.grad = place_like(grad.to(p.dtype), p)
 
     def _weights(self, turn: bool) -> list[Tensor]:
         """w moved as u was."""
-        moved = [p.detach().to(u.dtype, copy=True) for p, u in zip(self.parameters, self.u, strict=True)]
+        moved = [own.to(u.dtype, copy=True) for own, u in zip(self._own(), self.u, strict=True)]
         if turn:
             self._turn(moved)
         foreach("sub_", moved, self.u)
@@ -132,15 +140,10 @@ class RelativeView:
 
         before, blocks = blocks_of(self.u), blocks_of(moved)
         self.set_lengths(subset, before, blocks)
-        products = foreach("mul", blocks_of([p.grad for p in self.parameters]), before)
-        growth = self.grow(subset, torch.stack([product.sum(dtype=torch.float64) for product in products]))
-        old, new = _norms(before), _norms(blocks)
+        grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
+        along, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
+        growth = self.grow(subset, along)
         turns = subset.of(self.coordinates.turns) & (old > 0) & (new > 0)
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """The l_2 norms, in fp64: no square is lost."""
-    return torch.stack(list(foreach("norm", tensors, 2, dtype=torch.float64)))

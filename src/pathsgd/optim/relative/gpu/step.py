@@ -111,7 +111,7 @@ class KernelStep:
         self.pieces = [piece for k in moved for piece in layout.pieces_of[k]]
         dtype = torch.bfloat16 if muon and self.device.type == "cuda" else torch.float32
         self.directions, batches, self.order = self._place_directions(matrices, dtype)
-        dtype = choose_dtype(self.directions)
+        dtype = choose_dtype(self.directions) if muon else dtype
         self.normalized = self.directions.view(dtype)
         """In the same place."""
         self.batches = [batch.view(dtype) for batch in batches]
