@@ -35,7 +35,7 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
     methods = [m for m in LABELS.values() if any(_is_curve(c) for k, c in cells.items() if k[1] == m)]
     if not methods:
         raise ValueError("no method was recorded at three rates or more: there is no curve to draw")
-    columns = min(4, len(methods))
+    columns = min(5, len(methods))
     lines = -(-len(methods) // columns)
     figure, axes = plt.subplots(
         lines,
