@@ -94,6 +94,28 @@ def test_growth_is_what_the_radial_gradient_asks_for(make):
 
 
 @both
+def test_what_has_no_scale_does_not_grow(make, monkeypatch):
+    """Before a batch norm <g, u> is rounding, which must not become a step."""
+
+    def change():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(5, 8), nn.BatchNorm1d(8, eps=1e-300), nn.ReLU(), nn.Linear(8, 3)
+        ).double()
+        x, before = torch.randn(32, 5, dtype=torch.float64), model[0].weight.norm().item()
+        optimizer = make(model, x)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), torch.arange(32) % 3).backward()
+            optimizer.step()
+        return abs(model[0].weight.norm().item() / before - 1)
+
+    assert change() < 1e-3
+    monkeypatch.setattr("pathsgd.optim.relative.growth.NOISE", 0.0)
+    assert change() > 1e-2
+
+
+@both
 def test_growth_is_measured_in_units_of_lr(make):
     norms = {}
     for growth in (0.0, 1.0, 4.0):

@@ -16,6 +16,9 @@ from torch.optim.optimizer import Optimizer
 from pathsgd._torch import foreach
 
 BETAS = (0.9, 0.99)
+NOISE = 2.0**10
+"""<g, u> counts as so many units in the last place of the norm of g at least: that of a block whose scale
+changes nothing, as before a batch norm, is rounding."""
 KEY = "growth"
 """In the state of a parameter: both averages and the number of steps, for each of its blocks."""
 
@@ -30,7 +33,12 @@ def find_state(state: dict[str, Tensor], p: Tensor, count: int) -> Tensor:
 
 
 def find_growth(
-    optimizer: Optimizer, parameters: Sequence[Tensor], counts: Sequence[int], along: Tensor
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    along: Tensor,
+    gradients: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The direction in which the logarithm of every block's norm moves, about -1 to 1.
 
@@ -39,11 +47,14 @@ def find_growth(
         parameters: in the order of the blocks.
         counts: how many blocks each has.
         along: <g, u> of every block.
+        gradients: the norm of each block's g,
+        dtype: in which g was computed.
     """
     states = [find_state(optimizer.state[p], p, count) for p, count in zip(parameters, counts, strict=True)]
     first, second, steps = torch.cat(states, 1)
     first = first.lerp(along, 1 - BETAS[0])
-    second = second.lerp(along.square(), 1 - BETAS[1])
+    noise = NOISE * torch.finfo(dtype).eps * gradients
+    second = second.lerp(along.square() + noise.square(), 1 - BETAS[1])
     steps = steps + 1
     # In place, so that a CUDA graph finds them where they were.
     foreach("copy_", states, list(torch.stack([first, second, steps]).split(list(counts), 1)))

@@ -57,15 +57,16 @@ def find_norms(blocks: Sequence[Block], tensors: Sequence[Tensor]) -> Tensor:
 
 def measure_turn(
     blocks: Sequence[Block], grads: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``<g, u>`` of every block, and its norms before and after a step, in fp64. A collective call."""
+) -> tuple[Tensor, ...]:
+    """``<g, u>`` of every block, the norms of g, and of u before and after a step, in fp64. A collective
+    call."""
     along = torch.stack([product.sum(dtype=torch.float64) for product in foreach("mul", grads, before)])
-    old, new = _norms(before), _norms(after)
+    norms = [_norms(tensors) for tensors in (grads, before, after)]
     if not any(block.shards for block in blocks):
-        return along, old, new
-    sums = torch.stack([along, old.square(), new.square()])
-    along, old, new = reduce_over_ranks(sums, [block.shards for block in blocks])
-    return along, old.sqrt(), new.sqrt()
+        return along, *norms
+    sums = torch.stack([along, *(norm.square() for norm in norms)])
+    along, *squares = reduce_over_ranks(sums, [block.shards for block in blocks])
+    return along, *(square.sqrt() for square in squares)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

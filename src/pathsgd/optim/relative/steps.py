@@ -128,8 +128,8 @@ class RelativeSteps:
         measurement: RelativeMeasurement
         coordinates: UnitCoordinates | RelativeCoordinates
 
-        def grow(subset: BlockSubset, along: Tensor) -> Tensor:
-            return self._grow(optimizer, groups, moved, subset, along, coordinates.catch_up)
+        def grow(subset: BlockSubset, along: Tensor, gradients: Tensor) -> Tensor:
+            return self._grow(optimizer, groups, moved, subset, along, gradients, coordinates.catch_up)
 
         def rescale() -> Rescaling | None:
             return self._rescale(optimizer, groups, list(moved), measurement, coordinates.units)
@@ -209,15 +209,16 @@ class RelativeSteps:
 
     def _grow(
         self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
-        along: Tensor, catch_up: Tensor,
+        along: Tensor, gradients: Tensor, catch_up: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The factors by which the norms of blocks grow, from <g, u> of each."""
+        """The factors by which the norms of blocks grow, from <g, u> and the norm of g of each."""
 
         def option(name: str) -> float | Tensor:
             return per_block(subset, groups, name, along)
 
         along = along * (1 - 2 * option("maximize"))
-        direction = find_growth(optimizer, [moved[n] for n in subset.names], subset.counts, along)
+        parameters = [moved[name] for name in subset.names]
+        direction = find_growth(optimizer, parameters, subset.counts, along, gradients, parameters[0].dtype)
         catch_up = subset.of(catch_up)
         speed = torch.where(catch_up > 1, catch_up, subset.shares)
         factor = torch.exp(option("lr") * self.growth * speed * direction)

@@ -15,8 +15,8 @@ from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates,
 from pathsgd.optim.relative.sharded import measure_turn
 from pathsgd.optim.relative.unit_scales import Rescaling
 
-Grow = Callable[[BlockSubset, Tensor], Tensor]
-"""From <g, u> of each of these blocks to the factor by which its norm grows."""
+Grow = Callable[[BlockSubset, Tensor, Tensor], Tensor]
+"""From <g, u> and the norm of g of each of these blocks to the factor by which its norm grows."""
 SetLengths = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
 """Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
 Rescale = Callable[[], Rescaling | None]
@@ -141,8 +141,8 @@ class RelativeView:
         before, blocks = blocks_of(self.u), blocks_of(moved)
         self.set_lengths(subset, before, blocks)
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
-        along, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
-        growth = self.grow(subset, along)
+        along, gradients, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
+        growth = self.grow(subset, along, gradients)
         turns = subset.of(self.coordinates.turns) & (old > 0) & (new > 0)
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):

@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from pathsgd.optim.relative.growth import BETAS
+from pathsgd.optim.relative.growth import BETAS, NOISE
 
 ROWS: tl.constexpr = tl.constexpr(8)
 COLUMNS: tl.constexpr = tl.constexpr(256)
@@ -18,9 +18,10 @@ COLUMNS: tl.constexpr = tl.constexpr(256)
 WARPS = 8
 FIELDS: tl.constexpr = tl.constexpr(16)
 """Of a piece of a block."""
-SUMS: tl.constexpr = tl.constexpr(3)
+SUMS: tl.constexpr = tl.constexpr(4)
 """The most a kernel finds of a tile."""
 BETA_FIRST, BETA_SECOND = tl.constexpr(BETAS[0]), tl.constexpr(BETAS[1])
+SQUARED_NOISE = tl.constexpr((NOISE * 2.0**-23) ** 2)
 LOG_FIRST, LOG_SECOND = tl.constexpr(math.log(BETAS[0])), tl.constexpr(math.log(BETAS[1]))
 """Of growth.py."""
 
@@ -195,7 +196,7 @@ def adam_kernel(
     pieces, tiles, factors, sizes, partial, rescaling, rates, decays, keeps,
     first, rest_first, log_first, second, rest_second, log_second, eps,
 ):  # fmt: skip
-    """Adam's step; <h, u>, and <u, u> before and after."""
+    """Adam's step; <h, u>, <u, u> before and after, and <h, h>."""
     piece, number, i, c, mask, at = _find_tile(pieces, tiles)
     w, u, scale = _load_u(piece, number, factors, sizes, i, c, at, mask)
     h = tl.load(_pointer(piece, 1) + at, mask, 0.0) * scale
@@ -208,6 +209,7 @@ def adam_kernel(
     _store_sum(partial, 0, h, u)
     _store_sum(partial, 1, u, u)
     _store_sum(partial, 2, u - step, u - step)
+    _store_sum(partial, 3, h, h)
 
 
 @triton.jit
@@ -230,7 +232,8 @@ def grow_kernel(
     new = tl.load(moved + at + 1) + tl.load(other + at + 2)
     state, next_row = tl.load(piece + 14).to(tl.pointer_type(tl.float64)), tl.load(piece + 15)
     first = BETA_FIRST * tl.load(state) + (1 - BETA_FIRST) * along
-    second = BETA_SECOND * tl.load(state + next_row) + (1 - BETA_SECOND) * along * along
+    square = along * along + SQUARED_NOISE * (tl.load(found + at + 1) + tl.load(other + at + 3))
+    second = BETA_SECOND * tl.load(state + next_row) + (1 - BETA_SECOND) * square
     steps = tl.load(state + 2 * next_row) + 1
     tl.store(state, first)
     tl.store(state + next_row, second)

@@ -271,7 +271,7 @@ class KernelStep:
             bound = NOISE * torch.finfo(torch.float32).eps
             keeps = (~self.measurement.find_noise(squares.sqrt(), bound)).float()
         return self._launch(
-            adam_kernel, self.other_tiles, 3, at, ratios, lr, decays, keeps, *self._find_rule()
+            adam_kernel, self.other_tiles, 4, at, ratios, lr, decays, keeps, *self._find_rule()
         )
 
     def _launch(self, kernel: Any, tiles: Tiles, count: int, at: UnitCoordinates, *arguments: Any) -> Tensor:
