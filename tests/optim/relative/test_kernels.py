@@ -199,6 +199,17 @@ def test_the_scale_of_gradients_does_not_matter_to_matrices():
     assert torch.equal(*ends)
 
 
+def test_writes_are_counted():
+    """By torch, so that a backward pass through weights that have moved is an error."""
+    model, x = build(Mlp, torch.float32)
+    model, x = model.to(DEVICE), x.to(DEVICE)
+    optimizer = PathMuon(model, x, implementation="triton")
+    before = [p._version for p in model.parameters()]
+    train(model, x, optimizer, 1)
+    assert uses_kernels(optimizer)
+    assert all(p._version > count for p, count in zip(model.parameters(), before, strict=True))
+
+
 def test_both_ways_keep_the_same_growth():
     """In a parameter of three blocks, too."""
     found = []

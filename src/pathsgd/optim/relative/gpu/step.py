@@ -227,6 +227,7 @@ class KernelStep:
                 self.all.shares, lr, decays, growth, self.scales, num_warps=1,
             )  # fmt: skip
             scale_kernel[tiles.grid](self.pointed, tiles.tiles, self.scales, num_warps=WARPS)
+        torch.autograd.graph.increment_version(list(self.parameters.values()))  # as torch does when it writes
 
     def _move_orthogonal(self, at: UnitCoordinates, rates: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
         """Muon's step: the sums <h, u> and <h, h>, and <u, u> before and after, by block."""
