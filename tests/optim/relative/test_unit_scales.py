@@ -184,3 +184,15 @@ def test_the_scales_travel_in_the_state():
     again = PathMuon(model, x[:1])
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.state_dict()["state"][0][KEY], state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_first_parameter_may_have_no_gradient_at_first(name):
+    """torch makes state only where there is none, so that ours must not come first."""
+    model, x = build(), batch(0)[0]
+    optimizer = OPTIMIZERS[name](model, x[:1])
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, 2)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 2)
+    assert sum(KEY in state for state in optimizer.state_dict()["state"].values()) == 1

@@ -26,7 +26,7 @@ from pathsgd.optim.relative.coordinates import (
 from pathsgd.optim.relative.growth import find_growth
 from pathsgd.optim.relative.sharded_spectral import find_norms_over_ranks
 from pathsgd.optim.relative.spectral import find_spectral_norms
-from pathsgd.optim.relative.unit_scales import Rescaling, UnitState
+from pathsgd.optim.relative.unit_scales import Rescaling, UnitState, find_kept
 from pathsgd.optim.relative.view import RelativeView
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class RelativeSteps:
             return self._grow(optimizer, groups, moved, subset, along, gradients, coordinates.catch_up)
 
         def rescale() -> Rescaling | None:
-            return self._rescale(optimizer, groups, list(moved), measurement, coordinates.units)
+            return self._rescale(optimizer, groups, moved, measurement, coordinates.units)
 
         def set_lengths(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
             if isinstance(optimizer, ENTRYWISE):
@@ -191,8 +191,8 @@ class RelativeSteps:
         return self._kernels.find(optimizer, names, moved)
 
     def _rescale(
-        self, optimizer: Optimizer, groups: Groups, moved: list[str], measurement: RelativeMeasurement,
-        units: UnitState | None,
+        self, optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor],
+        measurement: RelativeMeasurement, units: UnitState | None,
     ) -> Rescaling | None:  # fmt: skip
         """What to rescale units by so that they keep their scale; None if there are none, or not now."""
         if units is None or len(units.factor) == 1 or not self.gamma_cache.is_last_of_coordinates():
@@ -200,8 +200,8 @@ class RelativeSteps:
         own = {name: groups[name]["lr"] for name in moved}
         # What has no rate is not to change at all.
         free = [name for name, lr in own.items() if isinstance(lr, Tensor) or lr != 0]
-        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
         device = units.factor.device
+        state = find_kept(optimizer, next(iter(moved.values())))
         found = measurement.unit_scales(free, device).find_rescaling(state, units)
         for rate in {id(lr): lr for lr in own.values() if isinstance(lr, Tensor)}.values():
             found = Rescaling(*(torch.where(rate.to(device) > 0, factors, 1) for factors in found))

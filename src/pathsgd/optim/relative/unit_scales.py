@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from pathsgd.geometry.canonical import LEAST, UnitFactors, places_of
 from pathsgd.geometry.extended_float import exact_ldexp
@@ -23,7 +24,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import EdgeClasses, unit_classes_of
 
 KEY = "unit_scales"
-"""In the state of the first parameter: the factors that are kept, by class; 0 if not known yet."""
+"""In the state of one parameter: the factors that are kept, by class; 0 if not known yet."""
 
 MOST = 2.0
 """The most that one step rescales a unit by."""
@@ -49,6 +50,16 @@ class UnitState(NamedTuple):
     """The square of what passes it, beside the mean of its layer."""
     lift: Tensor
     """What both sides of a unit that has faded away are multiplied by, 1 for the others."""
+
+
+def find_kept(optimizer: Optimizer, moved: Tensor) -> dict[str, Any]:
+    """The state with the factors that are kept; at first that of a parameter that has been moved: torch's
+    optimizers make their own state only where there is none."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state and KEY in optimizer.state[p]:
+                return optimizer.state[p]
+    return optimizer.state[moved]
 
 
 def read_units(factors: UnitFactors) -> UnitState:
