@@ -1,7 +1,7 @@
 """Memory and traffic of a step of large models on many GPUs, from their shapes alone: docs/scale.md.
 
     python benchmarks/scale.py             # the tables
-    python benchmarks/scale.py --count     # and the calls that the library makes for a layer or two, counted
+    python benchmarks/scale.py --count     # and counts the calls of a small Llama on many ranks
 
 Every call of ``torch.distributed`` that a relative step makes is listed by :func:`step_calls`.
 ``tests/distributed/test_sharded_relative.py`` compares the list with the calls of real ranks, one by one.
@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -255,15 +255,16 @@ def _columns(shape: Shape) -> int:
 
 def _exchange_calls(shape: Shape, data: int, tensor: int) -> Calls:
     """Matrices are put together over the group that cut them last: ``data`` where both cut the rows."""
-    by_groups: dict[tuple[int, ...], list[Matrix]] = {}
+    sizes = {"data": data, "tensor": tensor}
+    last_cuts: dict[tuple[str, ...], list[Matrix]] = {}
     for m in shape.matrices:
-        groups = (data, tensor) if m.parallel == "rows" else (tensor, data)
+        names = ("data", "tensor") if m.parallel == "rows" else ("tensor", "data")
         if m.orthogonal:
-            by_groups.setdefault(tuple(ranks for ranks in groups if ranks > 1), []).append(m)
+            last_cuts.setdefault(tuple(name for name in names if sizes[name] > 1), []).append(m)
     calls: list[Call] = []
-    for key, own in by_groups.items():
+    for names, own in last_cuts.items():
         held = sum(local_numel(m, data, tensor) * m.count for m in own)
-        calls += _exchange(_blocks(own), held, key)
+        calls += _exchange(_blocks(own), held, [sizes[name] for name in names])
     return _counted(calls)
 
 
@@ -536,7 +537,7 @@ def main() -> None:
         print_tables(size)
     if arguments.count:
         for ranks in (64, 1024):
-            print_count(replace(LLAMAS["7B"], layers=1), ranks)
+            print_count(LlamaSize(2, 256, 704, 8, 8, 1000), ranks)
 
 
 def print_count(size: LlamaSize, ranks: int) -> None:
