@@ -94,7 +94,6 @@ def stack_shape(*widths: int) -> Shape:
             for k, (columns, rows) in enumerate(pairwise(widths))
         ],
         [Vector(rows) for rows in widths[1:]],
-        sum(widths[1:-1]),
     )
 
 
@@ -114,7 +113,7 @@ def gpt_shape(width: int, layers: int, vocabulary: int, context: int) -> Shape:
         Vector(d, count=6 * layers + 2),
         Vector(context, d),
     ]
-    return Shape([*per_layer, *ends], vectors, layers * (1 + 1 + 1 + 4) * d + d)
+    return Shape([*per_layer, *ends], vectors)
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def bytes_sent(calls: Calls) -> float:
 COPIES_ADAM = 9.4
 """Copies in fp32 of a rank's part of the parameters at the peak of a step of PathAdam; 0.9 in AdamW's."""
 COPIES_MUON, COPIES_OWNED = 6.0, 7.6
-"""At the peak of PathMuon's: of the part, and at most of the matrices that the rank orthogonalises."""
+"""At the peak of PathMuon's: of the part, and of the matrices that the rank orthogonalises. A fit, see docs."""
 
 
 @dataclass(frozen=True)
