@@ -325,7 +325,7 @@ def bytes_sent(calls: Calls) -> float:
 COPIES_ADAM = 9.4
 """Copies in fp32 of a rank's part of the parameters at the peak of a step of PathAdam; 0.9 in AdamW's."""
 COPIES_MUON, COPIES_OWNED = 6.0, 7.6
-"""At the peak of PathMuon's: of the part, and of the matrices that the rank orthogonalises. A fit, see docs."""
+"""At the peak of PathMuon's: of the part, and of the matrices that the rank orthogonalises: a fit."""
 
 
 @dataclass(frozen=True)
