@@ -71,6 +71,19 @@ def test_its_links_lead_somewhere(page):
         )  # "." of an API name
 
 
+def test_the_tests_of_the_support_matrix_exist():
+    rows = [line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("|")]
+    named = [re.findall(r"`([\w/]+\.py)::(\w+)`", row) for row in rows]
+    assert sum(map(len, named)) > 30
+    for row, tests in zip(rows, named, strict=True):
+        assert row.count("::") == len(tests), row
+        for file, test in tests:
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), (
+                file,
+                test,
+            )
+
+
 def test_figure_1c_can_be_drawn_again(tmp_path):
     runpy.run_path(str(ROOT / "docs" / "figures" / "draw_figure1c.py"))["draw"](tmp_path / "figure1c.svg")
     assert "777.15" in (tmp_path / "figure1c.svg").read_text()

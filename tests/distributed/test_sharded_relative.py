@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
+import scale
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -110,6 +113,8 @@ def prepare():
     """Traced once for all ranks."""
     for kind in (Mlp, Convolutional, networks.Transformer, Decoder):
         traced(kind)
+    for size in (LLAMA, PLAIN_LLAMA):
+        traced_llama(size)
 
 
 def batch(kind, step, rank):
@@ -302,6 +307,58 @@ def count_numbers():
     return found
 
 
+LLAMA = scale.LlamaSize(layers=2, width=16, hidden=24, heads=4, kv_heads=2, vocabulary=40)
+PLAIN_LLAMA = replace(LLAMA, heads=2, kv_heads=2)
+
+
+def record_calls(models):
+    """The calls of the first step of both optimizers, as (kind, numbers, bytes of one, ranks)."""
+    found = {}
+    for label, model, graph in models:
+        for optimizer_of in (PathAdam, PathMuon):
+            optimizer = optimizer_of(model, graph)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            with scale.recorded() as calls, CommDebugMode() as counted:
+                optimizer.step()
+            assert len(calls) == counted.get_total_counts()
+            found[label, optimizer_of.__name__] = [astuple(call) for call in calls]
+    return found
+
+
+def make_llama(size):
+    torch.manual_seed(0)
+    return scale.Llama(size)
+
+
+@functools.cache
+def traced_llama(size):
+    return pathsgd.trace(make_llama(size), torch.zeros(1, 4, dtype=torch.long))
+
+
+def record_fully_sharded():
+    stack = nn.Sequential(nn.Linear(50, 80), nn.ReLU(), nn.Linear(80, 70), nn.ReLU(), nn.Linear(70, 5))
+    graph = pathsgd.trace(stack, torch.ones(1, 50))
+    llamas = [(k, fully_shard(make_llama(s)), traced_llama(s)) for k, s in enumerate((LLAMA, PLAIN_LLAMA))]
+    return record_calls([("stack", fully_shard(stack), graph), *llamas])
+
+
+def record_on_a_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    models = []
+    for k, size in enumerate((LLAMA, PLAIN_LLAMA)):
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()), "head": (columns := ColwiseParallel()),
+            **dict.fromkeys([f"layers.*.attention.{n}" for n in ("query", "key", "value")], columns),
+            **dict.fromkeys(["layers.*.mlp.gate", "layers.*.mlp.up"], columns),
+            **dict.fromkeys(["layers.*.attention.out", "layers.*.mlp.down"], RowwiseParallel()),
+            **dict.fromkeys(["layers.*.attention_norm", "layers.*.mlp_norm", "norm"], SequenceParallel()),
+        }  # fmt: skip
+        model = parallelize_module(make_llama(size), mesh["tensor"], plan)
+        models.append((k, fully_shard(model, mesh=mesh["data"]), traced_llama(size)))
+    return record_calls(models)
+
+
 # Checkpoints
 
 
@@ -360,6 +417,7 @@ def run_on_two():
         "tensor parallel": train_tensor_parallel(),
         "rescaled": train_rescaled(),
         "sent": count_numbers(),
+        "calls": record_fully_sharded(),
     }
 
 
@@ -368,6 +426,7 @@ def run_on_four():
         "fully sharded": {name: train_fully_sharded(Mlp, name) for name in ("PathMuon", "PathAdam")},
         "with options": train_with_options(),
         "on a mesh": train_on_a_mesh(),
+        "calls": record_on_a_mesh(),
         "loaded": load(),
     }
 
@@ -450,6 +509,17 @@ def test_what_is_communicated(on_two):
             assert len(exchanged) == (2 if name == "PathMuon" else 0)
             assert sum(exchanged) <= 1.1 * matrices
     assert sum(sum(found["sent"]["PathMuon"]["all_to_all_single"]) for found in on_two) == 2 * matrices
+
+
+def test_calls_are_those_that_the_tables_of_scale_are_made_of(on_two, on_four):
+    """One by one, of rank 0."""
+    shapes = {"stack": scale.stack_shape(50, 80, 70, 5), 0: LLAMA.shape(), 1: PLAIN_LLAMA.shape()}
+    for found, (data, tensor) in ((on_two[0], (2, 1)), (on_four[0], (2, 2))):
+        for (label, optimizer), calls in found["calls"].items():
+            listed = scale.step_calls(shapes[label], data, tensor, iterations=scale.FIRST)
+            names = scale.OF_ADAM if optimizer == "PathAdam" else scale.OF_MUON
+            expected = sum((listed[name] for name in names), Counter())
+            assert Counter(scale.Call(*call) for call in calls) == expected, (label, optimizer, tensor)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
