@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from pathsgd import PathMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.sharded import local_part, shards_of
 from support import cases, networks
+from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
 
 WORLD = 2
@@ -47,28 +47,6 @@ def shard(model, blocks):
         if any(True for _ in block.parameters()) and not isinstance(block, nn.ModuleList):
             fully_shard(block)
     return fully_shard(model)
-
-
-@contextmanager
-def counted_numbers():
-    """How many numbers every collective call sends that Python code asks for."""
-    names, sent = ("all_gather_into_tensor", "all_reduce", "broadcast"), []
-    originals = {name: getattr(dist, name) for name in names}
-
-    def counting(name):
-        def call(tensor, *args, **kwargs):
-            sent.append(args[0].numel() if name == "all_gather_into_tensor" else tensor.numel())
-            return originals[name](tensor, *args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        yield sent
-    finally:
-        for name in names:
-            setattr(dist, name, originals[name])
 
 
 # gamma
@@ -131,8 +109,9 @@ def count_numbers():
         fully_shard(model)
         optimizer = PathSGD(model, x)
         model(x).sum().backward()
-        with counted_numbers() as sent, CommDebugMode() as calls:
+        with counted_numbers() as by_kind, CommDebugMode() as calls:
             optimizer.step()
+        sent = [n for numbers in by_kind.values() for n in numbers]
         assert len(sent) == calls.get_total_counts()  # DTensor sends nothing by itself
         found[name] = sent, [p.numel() for p in model.parameters()]
     return found

@@ -6,15 +6,16 @@ import copy
 import functools
 import os
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
-import scale
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from scale import calls as scale
+from scale.counting import Llama, recorded
+from scale.shapes import LlamaSize, stack_shape
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +36,9 @@ from pathsgd import PathAdam, PathMuon, PathSGD
 from pathsgd.geometry.rescale import apply_factors
 from pathsgd.geometry.sharded import local_part, shards_of
 from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.optim.relative.spectral import FIRST
 from support import networks
+from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
 
 STEPS = {"PathMuon": 20, "PathAdam": 20, "PathSGD": 5, "plain": 5}
@@ -269,29 +272,6 @@ def train_rescaled():
 # What is communicated
 
 
-@contextmanager
-def counted_numbers():
-    """How many numbers every collective call sends that Python code asks for."""
-    names = ("all_gather_into_tensor", "all_reduce", "broadcast", "all_to_all_single")
-    sent = {name: [] for name in names}
-    originals = {name: getattr(dist, name) for name in names}
-
-    def counting(name):
-        def call(*args, **kwargs):
-            sent[name].append(args[name.startswith("all_") and name != "all_reduce"].numel())
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        yield sent
-    finally:
-        for name in names:
-            setattr(dist, name, originals[name])
-
-
 def count_numbers():
     found = {}
     for make_optimizer in (PathAdam, PathMuon, lambda m, x: PathSGD(m, x, relative=True)):
@@ -307,7 +287,7 @@ def count_numbers():
     return found
 
 
-LLAMA = scale.LlamaSize(layers=2, width=16, hidden=24, heads=4, kv_heads=2, vocabulary=40)
+LLAMA = LlamaSize(layers=2, width=16, hidden=24, heads=4, kv_heads=2, vocabulary=40)
 PLAIN_LLAMA = replace(LLAMA, heads=2, kv_heads=2)
 
 
@@ -319,7 +299,7 @@ def record_calls(models):
             optimizer = optimizer_of(model, graph)
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
-            with scale.recorded() as calls, CommDebugMode() as counted:
+            with recorded() as calls, CommDebugMode() as counted:
                 optimizer.step()
             assert len(calls) == counted.get_total_counts()
             found[label, optimizer_of.__name__] = [astuple(call) for call in calls]
@@ -328,7 +308,7 @@ def record_calls(models):
 
 def make_llama(size):
     torch.manual_seed(0)
-    return scale.Llama(size)
+    return Llama(size)
 
 
 @functools.cache
@@ -456,10 +436,15 @@ def test_fully_sharded_on_two_ranks(on_two):
         assert_equal_to_one_process(first, kind, name, 2)
 
 
+def assert_ranks_train_one_model(ranks, way, kind, shares):
+    """All the same, to the last bit, and that of one process."""
+    for name, moved in ranks[0][way].items():
+        assert all(all(map(torch.equal, moved, found[way][name])) for found in ranks)
+        assert_equal_to_one_process(moved, kind, name, shares)
+
+
 def test_fully_sharded_on_four_ranks_of_which_one_holds_nothing(on_four):
-    for name, moved in on_four[0]["fully sharded"].items():
-        assert all(all(map(torch.equal, moved, found["fully sharded"][name])) for found in on_four)
-        assert_equal_to_one_process(moved, Mlp, name, 4)
+    assert_ranks_train_one_model(on_four, "fully sharded", Mlp, 4)
 
 
 def test_options_of_fully_shard(on_four):
@@ -471,15 +456,11 @@ def test_options_of_fully_shard(on_four):
 
 
 def test_tensor_parallel(on_two):
-    for name, moved in on_two[0]["tensor parallel"].items():
-        assert all(map(torch.equal, moved, on_two[1]["tensor parallel"][name]))
-        assert_equal_to_one_process(moved, Decoder, name, 1)
+    assert_ranks_train_one_model(on_two, "tensor parallel", Decoder, 1)
 
 
 def test_both_on_a_mesh(on_four):
-    for name, moved in on_four[0]["on a mesh"].items():
-        assert all(all(map(torch.equal, moved, found["on a mesh"][name])) for found in on_four)
-        assert_equal_to_one_process(moved, Decoder, name, 2)
+    assert_ranks_train_one_model(on_four, "on a mesh", Decoder, 2)
 
 
 def test_a_rescaled_copy_takes_the_same_steps(on_two):
@@ -513,10 +494,10 @@ def test_what_is_communicated(on_two):
 
 def test_calls_are_those_that_the_tables_of_scale_are_made_of(on_two, on_four):
     """One by one, of rank 0."""
-    shapes = {"stack": scale.stack_shape(50, 80, 70, 5), 0: LLAMA.shape(), 1: PLAIN_LLAMA.shape()}
+    shapes = {"stack": stack_shape(50, 80, 70, 5), 0: LLAMA.shape(), 1: PLAIN_LLAMA.shape()}
     for found, (data, tensor) in ((on_two[0], (2, 1)), (on_four[0], (2, 2))):
         for (label, optimizer), calls in found["calls"].items():
-            listed = scale.step_calls(shapes[label], data, tensor, iterations=scale.FIRST)
+            listed = scale.step_calls(shapes[label], data, tensor, iterations=FIRST)
             names = scale.OF_ADAM if optimizer == "PathAdam" else scale.OF_MUON
             expected = sum((listed[name] for name in names), Counter())
             assert Counter(scale.Call(*call) for call in calls) == expected, (label, optimizer, tensor)

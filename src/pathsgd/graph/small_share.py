@@ -106,14 +106,14 @@ def _find_causes(
 
 def _reach(graph: PathGraph, start: list[int], following: list[list[int]]) -> set[int]:
     """The nodes that paths from these lead to before they meet a matrix."""
-    reached, todo = set(start), list(start)
-    while todo:
-        for k in following[todo.pop()]:
+    reached, waiting = set(start), list(start)
+    while waiting:
+        for k in following[waiting.pop()]:
             operation = graph.nodes[k].operation
             matrix = (
                 isinstance(operation, (nodes.Linear, nodes.Conv)) and operation.weight.parameter is not None
             )
             if k not in reached and not matrix:
                 reached.add(k)
-                todo.append(k)
+                waiting.append(k)
     return reached

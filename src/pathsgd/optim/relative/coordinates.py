@@ -19,14 +19,12 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
+from pathsgd.optim.relative.growth import NOISE
 from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
 from pathsgd.optim.relative.sizes import SizeTable
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units
 
 Coordinates = Literal["paths", "weights"]
-
-NOISE = 2.0**10
-"""A bias's gradient is more than this many units in the last place of its family's, or it is rounding."""
 
 SHALLOW = 2.0
 """Layers in sequence up to which each takes the whole step. The function moves by all of them together, about

@@ -17,8 +17,8 @@ from pathsgd._torch import foreach
 
 BETAS = (0.9, 0.99)
 NOISE = 2.0**10
-"""<g, u> counts as so many units in the last place of the norm of g at least: that of a block whose scale
-changes nothing, as before a batch norm, is rounding."""
+"""So many units in the last place of the size of gradients are rounding: of the gradient of a bias before a
+batch norm beside its family's, and of <g, u> of a block before one beside the norm of g."""
 KEY = "growth"
 """In the state of a parameter: both averages and the number of steps, for each of its blocks."""
 

@@ -113,7 +113,7 @@ class _Exchange:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.blocks = blocks
         self.dims = [block.shards[-1].dim for block in blocks]
-        self.dealt = _deal([_cost(block) for block in blocks], self.ranks)
+        self.dealt = deal([cost_of(*block.matrix_shape) for block in blocks], self.ranks)
         """By rank, the numbers of its blocks."""
 
     def run(self, parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
@@ -165,14 +165,12 @@ def _part_shape(block: Block, rank: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _cost(block: Block) -> int:
-    """Of a matrix product with its own transpose."""
-    rows = block.length if block.axis == 0 else block.shape[0]
-    columns = block.numel // max(1, rows)
+def cost_of(rows: int, columns: int) -> int:
+    """Of a matrix's product with its own transpose."""
     return rows * columns * min(rows, columns)
 
 
-def _deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """By rank, the numbers of those it computes: the next most expensive goes to the one with least to do."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]

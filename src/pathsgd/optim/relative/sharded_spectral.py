@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd.geometry.precision import full_precision
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.spectral import FIRST, KEY, make_vectors
+from pathsgd.optim.relative.spectral import FIRST, KEY, follow, make_vectors
 
 
 def find_norms_over_ranks(
@@ -52,9 +52,8 @@ def find_norms_over_ranks(
             ys = _multiply(own, [parts[k] for k in going], [vectors[k] for k in going], transposed=False)
             backs = _multiply(own, [parts[k] for k in going], ys, transposed=True)
         for k, y, back in zip(going, ys, backs, strict=True):
-            before, after = torch.linalg.vector_norm(y), torch.linalg.vector_norm(back)
-            norms[k] = (after / before).nan_to_num(0.0)
-            vectors[k].copy_(torch.where(after > 0, back / after, vectors[k]))
+            norms[k], following = follow(y, back, vectors[k])
+            vectors[k].copy_(following)
     return torch.stack(norms)
 
 

@@ -61,9 +61,13 @@ def iterate(matrices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     with full_precision(x.device):
         y = matrices @ x.unsqueeze(-1)
         back = (matrices.mT @ y).squeeze(-1)
-    before, after = torch.linalg.vector_norm(y, dim=(-2, -1)), torch.linalg.vector_norm(back, dim=-1)
-    divisor = after.unsqueeze(-1)
-    return (after / before).nan_to_num(0.0), torch.where(divisor > 0, back / divisor, x)
+    return follow(y.squeeze(-1), back, x)
+
+
+def follow(y: Tensor, back: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from y = A x and A^T y; a matrix of zeros keeps its vector."""
+    before, after = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (y, back))
+    return (after / before).nan_to_num(0.0).squeeze(-1), torch.where(after > 0, back / after, x)
 
 
 def _start(width: int, device: torch.device) -> Tensor:

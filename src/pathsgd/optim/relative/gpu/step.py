@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, has_step_hooks, is_capturing
-from pathsgd.optim.relative.coordinates import NOISE, BlockSubset
+from pathsgd.optim.relative.coordinates import BlockSubset
 from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
     WARPS,
@@ -28,7 +28,7 @@ from pathsgd.optim.relative.gpu.kernels import (
 from pathsgd.optim.relative.gpu.layout import Tiles
 from pathsgd.optim.relative.gpu.measurement import UnitCoordinates, UnitMeasurement
 from pathsgd.optim.relative.gpu.spectral_norms import SpectralNorms
-from pathsgd.optim.relative.growth import find_state
+from pathsgd.optim.relative.growth import NOISE, find_state
 from pathsgd.optim.relative.muon import (
     RelativeMuon,
     choose_dtype,

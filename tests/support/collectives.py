@@ -1,0 +1,30 @@
+"""What is sent between ranks, counted."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def counted_numbers():
+    """How many numbers every collective call sends that Python code asks for."""
+    names = ("all_gather_into_tensor", "all_reduce", "broadcast", "all_to_all_single")
+    sent = {name: [] for name in names}
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name):
+        def call(*args, **kwargs):
+            sent[name].append(args[name.startswith("all_") and name != "all_reduce"].numel())
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield sent
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
