@@ -17,7 +17,7 @@ help: ## list the targets
 
 test: lint types docs unit ## format, lint, types, documentation and every test: before a change is merged
 
-demo: $(STAMP) ## run the paper's whole study in small: two minutes, into pathsgd-small/
+demo: $(STAMP) ## run the paper's whole study in small: two to four minutes, into pathsgd-small/
 	@$(BIN)/pathsgd reproduce
 
 lint: $(STAMP) ## check formatting and lint
