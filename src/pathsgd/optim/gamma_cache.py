@@ -119,7 +119,7 @@ class GammaCache:
         self._ahead: dict[Key, list[Version]] = {}
         """What is being measured for the next step on a second stream, of weights of these versions."""
         self._outside: list[Version] | None = None
-        """The versions of the parameters after the last step outside a capture; None if one was captured since."""
+        """The versions of the parameters after the last step; None if that one was captured."""
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
