@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from pathsgd._torch import is_capturing, version
+from pathsgd._torch import is_capturing, is_compiling, version
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
@@ -18,6 +19,7 @@ from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
+from pathsgd.optim.capture_from_start import capture_from_start
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.model_tensors import ModelTensors
@@ -116,6 +118,8 @@ class GammaCache:
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._ahead: dict[Key, list[Version]] = {}
         """What is being measured for the next step on a second stream, of weights of these versions."""
+        self._outside: list[Version] | None = None
+        """The versions of the parameters after the last step; None if that one was captured."""
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
@@ -139,7 +143,8 @@ class GammaCache:
                 # as the last step outside did.
                 tensors = self.tensors()
                 graph = measurement.adapt(self.graph)
-                return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
+                with self._capturing(measurement, tensors):
+                    return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
             self.check_identity()
             with on_device(next(self.model.parameters()).device):
                 self._found[key] = self._measure(measurement, p)
@@ -209,6 +214,7 @@ class GammaCache:
 
     def after_step(self) -> None:
         """A step has written the weights."""
+        self._outside = None if is_capturing() else self._parameter_versions()
         if is_capturing():
             return  # nothing was cached, and a count would make torch.compile recompile
         self._steps += 1
@@ -224,12 +230,26 @@ class GammaCache:
         if not captured:
             return
         tensors = self._model_tensors.read(self.graph)
-        has_statistics = len(tensors) > len(self.graph.parameters)
         with on_device(next(iter(tensors.values())).device):
             for key in captured:
-                if not (has_statistics and key[0].reads_statistics) and self._captured[key].fits(tensors):
+                if self._reads_parameters_alone(key[0], tensors) and self._captured[key].fits(tensors):
                     self._captured[key].start()
                     self._ahead[key] = self._parameter_versions()
+
+    def _reads_parameters_alone(self, measurement: Measurement[Any], tensors: Tensors) -> bool:
+        return not measurement.reads_statistics or len(tensors) == len(self.graph.parameters)
+
+    def _capturing(self, measurement: Measurement[Any], tensors: Tensors) -> AbstractContextManager[None]:
+        """What is measured inside need not wait for what was captured before, unless that wrote weights."""
+        device = next(iter(tensors.values())).device
+        if (
+            is_compiling()
+            or device.type != "cuda"
+            or not self._reads_parameters_alone(measurement, tensors)
+            or self._outside != self._parameter_versions()
+        ):
+            return nullcontext()
+        return capture_from_start(device)
 
     def _parameter_versions(self) -> list[Version]:
         tensors = self._model_tensors.read(self.graph)
@@ -243,6 +263,7 @@ class GammaCache:
         """Throws away what is cached."""
         self._found.clear()
         self._ahead = {key: [] for key in self._ahead}
+        self._outside = None
 
     def _current_versions(self) -> list[Version]:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.

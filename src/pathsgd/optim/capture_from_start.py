@@ -1,0 +1,42 @@
+"""In a CUDA graph that a user captures: what depends on the weights alone, beside everything captured before.
+
+A step is captured after the forward and backward pass, and on its stream would wait for them. The passes over
+the weights need not: in the graph they get no dependency, so that they run from its beginning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SET_DEPENDENCIES = 1
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: in place of those there are."""
+
+
+@contextmanager
+def capture_from_start(device: torch.device) -> Iterator[None]:
+    """What is launched inside is captured on a second stream, without waiting for what was captured before;
+    what is captured after it waits for it. For work on tensors that nothing captured before has written."""
+    side, current = _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)  # which makes it part of the capture
+    # If a driver refuses, the work waits as it would have done.
+    _driver().cuStreamUpdateCaptureDependencies(
+        ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
+    )
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,85 @@
+"""A user's CUDA graph of whole training steps, in which the passes over the weights wait for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pathsgd import PathAdam, PathMuon, PathSGD
+from pathsgd.optim import gamma_cache
+from support.networks import Mlp, SmallResNet, Transformer, Vgg, build
+
+pytestmark = pytest.mark.gpu
+
+OPTIMIZERS = {
+    "PathMuon": PathMuon,
+    "PathAdam": lambda model, x: PathAdam(model, x, capturable=True),
+    "PathSGD": lambda model, x: PathSGD(model, x, lr=1e-4, implementation="reference"),
+}
+
+
+def once(model, x, optimizer):
+    optimizer.zero_grad()
+    outputs = model(x)
+    F.cross_entropy(outputs.flatten(1), torch.arange(len(outputs), device="cuda")).backward()
+    optimizer.step()
+
+
+def twice(model, x, optimizer):
+    once(model, x, optimizer)
+    once(model, x, optimizer)
+
+
+def after_a_write(model, x, optimizer):
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+    once(model, x, optimizer)
+
+
+def train(kind, name, run, from_start, monkeypatch):
+    torch.manual_seed(0)
+    model, x = build(kind, torch.float32)
+    model, x = model.cuda().train(), x.cuda()
+    optimizer = OPTIMIZERS[name](model, x)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]), device="cuda")
+    used = []
+
+    def count(device):
+        used.append(device)
+        return original(device)
+
+    original = gamma_cache.capture_from_start
+    monkeypatch.setattr(gamma_cache, "capture_from_start", count)
+    if not from_start:
+        monkeypatch.setattr(gamma_cache.GammaCache, "_capturing", lambda *_: gamma_cache.nullcontext())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(6):
+            once(model, x, optimizer)
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run(model, x, optimizer)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    monkeypatch.undo()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), len(used)
+
+
+@pytest.mark.parametrize("run", [once, twice, after_a_write])
+@pytest.mark.parametrize("kind", [Mlp, Vgg, SmallResNet, Transformer])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_weights(name, kind, run, monkeypatch):
+    """A second step, and one after a captured write, wait for it."""
+    found, used = train(kind, name, run, True, monkeypatch)
+    reads_statistics = name == "PathSGD" and kind is SmallResNet
+    assert bool(used) == (run is not after_a_write and not reads_statistics)
+    assert used <= 1
+    expected, _ = train(kind, name, run, False, monkeypatch)
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
