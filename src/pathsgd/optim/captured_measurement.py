@@ -6,6 +6,7 @@ while a network is trained, so the passes can be captured once and replayed.
 
 from __future__ import annotations
 
+import weakref
 from typing import Generic, TypeVar
 
 import torch
@@ -68,6 +69,7 @@ class CapturedMeasurement(Generic[T]):
         """Begins to measure the weights as they are now, beside whatever is launched after."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+            weakref.finalize(self, _wait_on_host, self._stream).atexit = False
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._ahead = self.replay()
@@ -94,6 +96,13 @@ class CapturedMeasurement(Generic[T]):
             self.seen.copy_(self.extremes, non_blocking=True)
             return suspects is not None and self._usual is not None and suspects <= self._usual
         return self._usual is not None
+
+
+def _wait_on_host(stream: torch.cuda.Stream) -> None:
+    """What a graph under way reads is free with the model, and is not to be written over before it ends: an
+    index that is out of bounds ends the process."""
+    if not torch.cuda.is_current_stream_capturing():
+        stream.synchronize()
 
 
 def addresses(tensors: Tensors) -> list[int]:
