@@ -16,14 +16,12 @@ from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import Measure, RangeCheck
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
 T = TypeVar("T")
 
 CHECK_EVERY = 16
 """Replays between two range checks: far too few to leave the range of plain floats."""
-
-ERROR_MODE = "thread_local"
-"""Other threads, as those of a data loader, may allocate during the capture."""
 
 
 class CapturedMeasurement(Generic[T]):
@@ -32,7 +30,7 @@ class CapturedMeasurement(Generic[T]):
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
         self.addresses = addresses(tensors)
-        self.passes, self.checked_passes = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.passes, self.checked_passes = CUDAGraph(), CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
             with torch.cuda.graph(self.passes, capture_error_mode=ERROR_MODE):
                 self.found = measure(powered_network(graph, tensors, p), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, has_step_hooks
-from pathsgd.optim.captured_measurement import ERROR_MODE
+from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.optim.relative.coordinates import RelativeMeasurement
 
 
@@ -48,7 +48,7 @@ class CapturedStep:
         }
         self.filled: list[float] = []
         self.grads = [] if point else [torch.empty_like(p.grad) for p in parameters if p.grad is not None]
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: CUDAGraph | None = None
         self.captured_at: list[object] = []
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
@@ -126,9 +126,9 @@ class CapturedStep:
         return found
 
 
-def capture(step: CapturedStep) -> torch.cuda.CUDAGraph:
+def capture(step: CapturedStep) -> CUDAGraph:
     """The step as a CUDA graph; nothing is moved yet."""
-    graph = torch.cuda.CUDAGraph()
+    graph = CUDAGraph()
     with step.on_device(), torch.cuda.graph(graph, capture_error_mode=ERROR_MODE):
         step.run()
     return graph

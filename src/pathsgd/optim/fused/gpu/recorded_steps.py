@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from pathsgd.optim.captured_measurement import ERROR_MODE
+from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
 
@@ -27,7 +27,7 @@ class RecordedSteps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[object, CUDAGraph] = {}
         self._seen: dict[object, int] = {}
         self._numbers: Tensor | None = None
         self._values: list[float] = []
@@ -123,10 +123,10 @@ def _constants(rule: Rule) -> tuple[object, ...]:
     )
 
 
-def _capture(launch: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+def _capture(launch: Callable[[], None], device: torch.device) -> CUDAGraph:
     """A CUDA graph of the launches, without the clearing of caches that torch.cuda.graph does: nothing is
     allocated here."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph, stream = CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode=ERROR_MODE)
