@@ -15,7 +15,7 @@ from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.training import run_loop
 
 RESULTS = Path(__file__).parents[2] / "results"
-STUDIES = {"digits": 38, "paper": 56, "reproduction": 76 + 18}
+STUDIES = {"digits": 38, "paper": 56, "reproduction": 76 + 20}
 """Final runs of the data sets that are finished, and further seeds."""
 
 
