@@ -30,9 +30,11 @@ class UnitTies(UnionFind):
     def tie(self, a: Tensor, b: Tensor) -> None:
         """Units in the same place become one class."""
         a, b = torch.broadcast_tensors(a, b)
-        pairs = torch.unique(torch.stack([a.flatten(), b.flatten()], 1), dim=0)
-        for x, y in pairs.tolist():
-            self.union(x, y)
+        different = a != b
+        count = len(self)
+        pairs = torch.unique(a[different] * count + b[different])  # numbers are sorted sooner than rows
+        for pair in pairs.tolist():
+            self.union(*divmod(pair, count))
 
     def fix(self, ids: Tensor) -> None:
         """These units cannot be rescaled."""
