@@ -156,9 +156,13 @@ class GammaCache:
         """gamma of each of these parameters; None where it falls back to gamma = 1."""
         if not parameters:
             return []
-        gammas, infos = self.gammas(p), self.graph.parameters
-        names = [self.names.get(id(parameter)) for parameter in parameters]
-        return [gammas[name] if name is not None and infos[name].normalised else None for name in names]
+        gammas = self.gammas(p)
+        return [gammas[self.names[id(q)]] if self.is_normalised(q) else None for q in parameters]
+
+    def is_normalised(self, parameter: Tensor) -> bool:
+        """Whether a parameter is the model's and on paths, so that its gamma is taken."""
+        name = self.names.get(id(parameter))
+        return name is not None and self.graph.parameters[name].normalised
 
     def _measure(self, measurement: Measurement[F], p: float) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
-from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_rule import OPTIONS
 from pathsgd.optim.relative.gpu import kernels as relative
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {

@@ -1,0 +1,228 @@
+"""Steps of any parameters whose gammas are measured: one launch for all, or up to three, and no copies."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pathsgd._torch import is_capturing
+from pathsgd.geometry.gamma import Gamma, Gammas
+from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
+    ALIGNED,
+    BLOCK,
+    FIELDS,
+    OUTER,
+    PLAIN,
+    STRIDED,
+    multi_tensor_kernel,
+)
+from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
+from pathsgd.optim.on_device import on_device
+from pathsgd.optim.rule import GroupRule, State
+
+AXES = 3
+"""Those that the kernel knows, once axes that lie one after the other in all tensors are taken as one."""
+
+
+class NotStrided(ValueError):
+    """Tensors that the kernel cannot go over."""
+
+
+class Row(NamedTuple):
+    """How the entries of one parameter are gone over."""
+
+    kind: int
+    numel: int
+    sizes: tuple[int, ...]
+    """Of the three axes."""
+    strides: tuple[tuple[int, ...], ...]
+    """Over them: of the weight, the gradient, the state and both factors of the root."""
+
+
+class MultiTensorStep:
+    """Moves these parameters as long as they, their state and their gammas lie where they do.
+
+    Args:
+        groups: the parameters and their rules, which are compatible.
+        states: of each parameter; the number of steps comes last, if the rule has one.
+        gammas: what was measured, kept so that it is not freed.
+        roots: of each parameter, its gamma, or None for 1.
+        before: the step that was taken before, whose tiles may serve.
+
+    Raises:
+        NotStrided: the kernel cannot go over them.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas,
+        roots: Sequence[Gamma | None], before: MultiTensorStep | None,
+    ) -> None:  # fmt: skip
+        self.parameters = [p for group in groups for p in group.parameters]
+        self.device = self.parameters[0].device
+        self.groups, self.states, self.gammas = list(groups), list(states), gammas
+        self.one = torch.ones((), device=self.device)
+        self._kept: list[Tensor] = []
+        moved = [self._find_tensors(*own) for own in zip(self.parameters, states, roots, strict=True)]
+        if any(t.dtype != torch.float32 or t.device != self.device for own in moved for t in own):
+            raise NotStrided
+        self.rows = [_find_row(own) for own in moved]
+        self.weights = _describe(self.parameters)
+        self.gradients = _describe_gradients(self.parameters)
+        self.tiles: dict[int, Tensor]
+        """(row, block) of every program, by kind."""
+        if before is not None and before.rows == self.rows and not is_capturing():
+            self.tiles = before.tiles
+        else:
+            self.tiles = self._make_tiles()
+        self.fields = self._make_fields(moved)
+        self.table = torch.empty_like(self.fields, device=self.device)
+        self._told: list[float] = []
+        """The addresses of gradients and the rates that the table has."""
+
+    def _find_tensors(self, weight: Tensor, state: State, gamma: Gamma | None) -> list[Tensor]:
+        """In the order of the table; the weight stands for state that there is not."""
+        if weight.grad is None or weight.grad.layout != torch.strided:
+            raise NotStrided
+        kept = self.groups[0].rule.state_count
+        first, second, count = (*state[:kept], weight, weight)[:2] + (*state[kept:], weight)[:1]
+        factors = [] if gamma is None else [inverse for _, inverse, _ in gamma.roots()]
+        head, tail = ((*factors, self.one, self.one)[k].expand(weight.shape) for k in (0, 1))
+        return [weight, weight.grad, first, second, count, head, tail]
+
+    def _make_tiles(self) -> dict[int, Tensor]:
+        found: dict[int, list[Tensor]] = {}
+        for k, row in enumerate(self.rows):
+            blocks = torch.arange(-(-row.numel // BLOCK.value), dtype=torch.int32)
+            found.setdefault(row.kind, []).append(torch.stack([torch.full_like(blocks, k), blocks], 1))
+        return {kind: self._place(torch.cat(own)) for kind, own in found.items()}
+
+    def _make_fields(self, moved: Sequence[Sequence[Tensor]]) -> Tensor:
+        fields = [
+            [*(t.data_ptr() for t in own), 0, 0, row.numel, *row.sizes[1:], *chain(*row.strides)]
+            for own, row in zip(moved, self.rows, strict=True)
+        ]
+        found = torch.tensor(fields, dtype=torch.int64)
+        assert found.shape[1] == FIELDS.value
+        decays = [group.rule.weight_decay for group in self.groups for _ in group.parameters]
+        found.view(torch.float64)[:, 8] = torch.tensor(decays, dtype=torch.float64)
+        return found
+
+    def _place(self, values: Tensor, into: Tensor | None = None) -> Tensor:
+        """A copy on the device, for which nothing waits; a graph that is being captured repeats it."""
+        if self.device.type == "cpu":
+            return values if into is None else into.copy_(values)
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+        if is_capturing():
+            self._kept.append(pinned)
+        into = torch.empty_like(values, device=self.device) if into is None else into
+        return into.copy_(pinned, non_blocking=True)
+
+    def fits(self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas) -> bool:
+        """Whether this is the step of these parameters, but for where gradients lie and for rates."""
+        rules = [(own.rule, other.rule) for own, other in zip(self.groups, groups, strict=False)]
+        parameters = [p for group in groups for p in group.parameters]
+        return (
+            gammas is self.gammas
+            and len(groups) == len(self.groups)
+            and all(a.is_compatible(b) and a.weight_decay == b.weight_decay for a, b in rules)
+            and [len(group.parameters) for group in groups]
+            == [len(group.parameters) for group in self.groups]
+            and all(map(operator.is_, parameters, self.parameters))
+            and all(map(operator.is_, chain(*states), chain(*self.states)))
+            and _describe(parameters) == self.weights
+            and _describe_gradients(parameters) == self.gradients
+        )
+
+    def step(self, groups: Sequence[GroupRule]) -> None:
+        """One step by these rules."""
+        rule = groups[0].rule
+        decay = rule.decay if any(group.rule.weight_decay for group in groups) else "none"
+        with on_device(self.device):
+            self._point(groups)
+            for kind, tiles in self.tiles.items():
+                multi_tensor_kernel[(len(tiles),)](
+                    self.table, tiles, *find_numbers(rule), KIND=kind, METHOD=find_method(rule),
+                    NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize,
+                    QUICK=rule.eps >= QUICK_FROM, **OPTIONS,
+                )  # fmt: skip
+        torch.autograd.graph.increment_version(self.parameters)  # as torch does when it writes
+
+    def _point(self, groups: Sequence[GroupRule]) -> None:
+        """Tells the kernel where gradients lie, and the rates."""
+        gradients = [p.grad.data_ptr() for p in self.parameters]  # type: ignore[union-attr]
+        on_device = [isinstance(group.rule.lr, Tensor) for group in groups]
+        rates = [
+            0.0 if there else float(group.rule.lr) for group, there in zip(groups, on_device, strict=True)
+        ]
+        told = [*gradients, *rates]
+        if told != self._told:
+            fields, counts = self.fields, [len(group.parameters) for group in groups]
+            fields[:, 1] = torch.tensor(gradients)
+            values = torch.tensor(rates, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
+            fields.view(torch.float64)[:, 7] = values
+            self._place(fields, self.table)
+            self._told = told
+        start = 0
+        for group in groups:
+            stop = start + len(group.parameters)
+            if isinstance(group.rule.lr, Tensor):
+                self.table.view(torch.float64)[start:stop, 7] = group.rule.lr
+            start = stop
+
+
+def _describe(weights: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(w.data_ptr(), w.stride()) for w in weights]
+
+
+def _describe_gradients(weights: Sequence[Tensor]) -> list[object]:
+    """Without where they lie, which may be somewhere else in every step."""
+    grads = [w.grad for w in weights if w.grad is not None]
+    if any(g.layout is not torch.strided for g in grads):
+        return []
+    return [(g.stride(), g.dtype, g.data_ptr() % ALIGNED.value) for g in grads]
+
+
+def _find_row(moved: Sequence[Tensor]) -> Row:
+    weight, grad, first, second, _, head, tail = moved
+    if first.stride() != second.stride() and second is not weight:
+        raise NotStrided
+    tensors = weight, grad, first, head, tail
+    axes = _merge(weight.shape, [t.stride() for t in tensors])
+    if len(axes) > AXES or any(_extent(axes, k) >= 1 << 31 for k in range(len(tensors))):
+        raise NotStrided
+    axes = [(1, (0,) * len(tensors))] * (AXES - len(axes)) + axes
+    sizes, by_axis = tuple(n for n, _ in axes), [strides for _, strides in axes]
+    count, columns = weight.numel(), sizes[-1]
+    aligned = count % (ALIGNED.value // 4) == 0 and all(t.data_ptr() % ALIGNED.value == 0 for t in moved[:4])
+    kind = STRIDED
+    if aligned and by_axis == [(0,) * 5, (0,) * 5, (1, 1, 1, 1, 0)] and head.data_ptr() % ALIGNED.value == 0:
+        kind = PLAIN
+    elif aligned and by_axis == [(0,) * 5, (columns,) * 3 + (1, 0), (1, 1, 1, 0, 1)]:
+        kind = OUTER
+    return Row(kind.value, count, sizes, tuple(zip(*by_axis, strict=True)))
+
+
+Axis = tuple[int, tuple[int, ...]]
+"""Its size, and the stride of every tensor over it."""
+
+
+def _merge(shape: torch.Size, strides: Sequence[tuple[int, ...]]) -> list[Axis]:
+    """The axes in the order in which the first tensor lies, those that are one in all tensors as one."""
+    found: list[Axis] = []
+    for d in sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[0][d]):
+        own = tuple(stride[d] for stride in strides)
+        if found and found[-1][1] == tuple(shape[d] * stride for stride in own):
+            found[-1] = found[-1][0] * shape[d], own
+        else:
+            found.append((shape[d], own))
+    return found
+
+
+def _extent(axes: Sequence[Axis], k: int) -> int:
+    return max(math.prod(n for n, _ in axes), 1 + sum((n - 1) * strides[k] for n, strides in axes))
