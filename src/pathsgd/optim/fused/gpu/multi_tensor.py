@@ -14,12 +14,12 @@ from torch import Tensor
 from pathsgd._torch import is_capturing
 from pathsgd.geometry.gamma import Gamma, Gammas
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
-    ALIGNED,
     BLOCK,
     FIELDS,
     OUTER,
     PLAIN,
     STRIDED,
+    TOGETHER,
     multi_tensor_kernel,
 )
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
@@ -185,7 +185,7 @@ def _describe_gradients(weights: Sequence[Tensor]) -> list[object]:
     grads = [w.grad for w in weights if w.grad is not None]
     if any(g.layout is not torch.strided for g in grads):
         return []
-    return [(g.stride(), g.dtype, g.data_ptr() % ALIGNED.value) for g in grads]
+    return [(g.stride(), g.dtype, _is_unaligned(g)) for g in grads]
 
 
 def _find_row(moved: Sequence[Tensor]) -> Row:
@@ -198,14 +198,18 @@ def _find_row(moved: Sequence[Tensor]) -> Row:
         raise NotStrided
     axes = [(1, (0,) * len(tensors))] * (AXES - len(axes)) + axes
     sizes, by_axis = tuple(n for n, _ in axes), [strides for _, strides in axes]
-    count, columns = weight.numel(), sizes[-1]
-    aligned = count % (ALIGNED.value // 4) == 0 and all(t.data_ptr() % ALIGNED.value == 0 for t in moved[:4])
+    columns, together = sizes[-1], TOGETHER.value
     kind = STRIDED
-    if aligned and by_axis == [(0,) * 5, (0,) * 5, (1, 1, 1, 1, 0)] and head.data_ptr() % ALIGNED.value == 0:
-        kind = PLAIN
-    elif aligned and by_axis == [(0,) * 5, (columns,) * 3 + (1, 0), (1, 1, 1, 0, 1)]:
-        kind = OUTER
-    return Row(kind.value, count, sizes, tuple(zip(*by_axis, strict=True)))
+    if columns % together == 0 and not any(map(_is_unaligned, (*moved[:4], head))):
+        if by_axis == [(0,) * 5, (0,) * 5, (1, 1, 1, 1, 0)]:
+            kind = PLAIN
+        elif by_axis == [(0,) * 5, (columns,) * 3 + (1, 0), (1, 1, 1, 0, 1)] and not _is_unaligned(tail):
+            kind = OUTER
+    return Row(kind.value, weight.numel(), sizes, tuple(zip(*by_axis, strict=True)))
+
+
+def _is_unaligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % (4 * TOGETHER.value) != 0
 
 
 Axis = tuple[int, tuple[int, ...]]

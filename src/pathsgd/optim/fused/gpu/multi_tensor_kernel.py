@@ -24,8 +24,8 @@ from pathsgd.optim.fused.gpu.triton_rule import (
 FIELDS: tl.constexpr = tl.constexpr(27)
 BLOCK: tl.constexpr = tl.constexpr(2048)
 """Entries of a program."""
-ALIGNED: tl.constexpr = tl.constexpr(16)
-"""Bytes of one access, in plain and outer tensors."""
+TOGETHER: tl.constexpr = tl.constexpr(4)
+"""Entries of one access, if tensors are plain or outer: then the numbers of rows and columns are multiples."""
 PLAIN: tl.constexpr = tl.constexpr(0)
 """All tensors lie entry by entry in the same order."""
 OUTER: tl.constexpr = tl.constexpr(1)
@@ -37,7 +37,7 @@ STRIDED: tl.constexpr = tl.constexpr(2)
 @triton.jit
 def _pointer(row, field: tl.constexpr, KIND: tl.constexpr):
     pointer = tl.load(row + field).to(tl.pointer_type(tl.float32))
-    return pointer if KIND == STRIDED else tl.multiple_of(pointer, ALIGNED)
+    return pointer if KIND == STRIDED else tl.multiple_of(pointer, 4 * TOGETHER)
 
 
 @triton.jit
@@ -67,12 +67,12 @@ def _load_root(row, i, mask, KIND: tl.constexpr):
     if KIND == PLAIN:
         return tl.load(_pointer(row, 5, KIND) + i, mask, 0.0)
     if KIND == OUTER:
-        columns = _integer(row, 11)
+        columns = tl.multiple_of(_integer(row, 11), TOGETHER)
         heads, tails = i // columns, i % columns
     else:
         heads, tails = _place(row, 21, i, KIND), _place(row, 24, i, KIND)
-    head = tl.load(_pointer(row, 5, STRIDED) + heads, mask, 0.0)
-    return head * tl.load(_pointer(row, 6, STRIDED) + tails, mask, 0.0)
+    head = tl.load(_pointer(row, 5, KIND) + heads, mask, 0.0)
+    return head * tl.load(_pointer(row, 6, KIND) + tails, mask, 0.0)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def multi_tensor_kernel(
     i = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
     count = _integer(row, 9)
     if KIND != STRIDED:
-        count = tl.multiple_of(count, ALIGNED // 4)
+        count = tl.multiple_of(count, TOGETHER)
     mask = i < count
     w_at = _pointer(row, 0, KIND) + _place(row, 12, i, KIND)
     g_at = _pointer(row, 1, KIND) + _place(row, 15, i, KIND)
