@@ -25,7 +25,7 @@ FIELDS: tl.constexpr = tl.constexpr(27)
 BLOCK: tl.constexpr = tl.constexpr(2048)
 """Entries of a program."""
 TOGETHER: tl.constexpr = tl.constexpr(4)
-"""Entries of one access, if tensors are plain or outer: then the numbers of rows and columns are multiples."""
+"""Entries of one access, where tensors are plain or outer: then columns are a multiple of it."""
 PLAIN: tl.constexpr = tl.constexpr(0)
 """All tensors lie entry by entry in the same order."""
 OUTER: tl.constexpr = tl.constexpr(1)
