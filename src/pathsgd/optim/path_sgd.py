@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
+from pathsgd._torch import defaults_to_foreach, is_compiling, use_grad_for_differentiable
 from pathsgd.geometry.gamma import Gamma, check_p, take_roots
 from pathsgd.geometry.sharded import local_part, place_gradients
 from pathsgd.geometry.shared_weights import Shared
@@ -236,11 +236,11 @@ class PathSGD(PathOptimizer):
         params = [self._check_gradients(group) for group in self.param_groups]
         ready = self._by_fused(params)
         fused = {id(parameter) for part in ready for parameter in part.parameters}
-        parts = [
-            self._compute_steps(group, rest)
-            for group, own in zip(self.param_groups, params, strict=True)
-            if (rest := [p for p in own if id(p) not in fused])
-        ]
+        parts = []
+        for group, own in zip(self.param_groups, params, strict=True):
+            rest = [p for p in own if id(p) not in fused]
+            if rest:
+                parts.append(self._compute_steps(group, rest))
         self._limit_steps(parts)
         for fused_part in ready:
             fused_part.step()
@@ -266,8 +266,9 @@ class PathSGD(PathOptimizer):
 
     def _by_fused(self, params: list[list[Tensor]]) -> list[Ready]:
         """What fused implementations move, of these parameters of each group."""
-        if any(group["max_relative_step"] is not None for group in self.param_groups):
-            return []  # a limit looks at the steps of all groups together
+        # A limit looks at the steps of all groups together.
+        if is_compiling() or any(group["max_relative_step"] is not None for group in self.param_groups):
+            return []
         groups = []
         for group, own in zip(self.param_groups, params, strict=True):
             if own and group["foreach"] is None and not group["differentiable"]:
