@@ -129,7 +129,6 @@ class PathOptimizer(Optimizer):
         """What fused implementations can move now of parameters that have a rule. Nothing is written yet."""
         if not groups or _torch.is_compiling() or self.gamma_cache.sharded:
             return []
-        self.gamma_cache.check_identity()
         if self._dispatch is None:
             self._dispatch = Dispatch(self.graph, self.gamma_cache, self.implementation)
         return self._dispatch.ready(groups, state)

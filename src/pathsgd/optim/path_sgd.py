@@ -256,12 +256,12 @@ class PathSGD(PathOptimizer):
     def _check_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
-        place_gradients(params)
-        for parameter in params:
-            if parameter.grad.is_sparse:
-                raise RuntimeError("PathSGD does not support sparse gradients")
-            if parameter.is_complex():
-                raise RuntimeError("PathSGD does not support complex parameters")
+        if self.gamma_cache.sharded:
+            place_gradients(params)
+        if any(parameter.grad.is_sparse for parameter in params):
+            raise RuntimeError("PathSGD does not support sparse gradients")
+        if any(parameter.is_complex() for parameter in params):
+            raise RuntimeError("PathSGD does not support complex parameters")
         return params
 
     def _by_fused(self, params: list[list[Tensor]]) -> list[Ready]:

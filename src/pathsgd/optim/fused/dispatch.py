@@ -93,6 +93,7 @@ class Dispatch:
         self.last_kinds = {}
         found: list[Ready] = []
         if self.chains and self.gamma_cache.refresh_every == 1:
+            self.gamma_cache.check_identity()
             found += self._ready_chains(groups, state)
             groups = [
                 GroupRule(rule, [p for p in own if id(p) not in self.last_kinds]) for rule, own in groups

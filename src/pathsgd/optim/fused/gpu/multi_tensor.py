@@ -24,8 +24,10 @@ from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
 )
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
 from pathsgd.optim.on_device import on_device
-from pathsgd.optim.rule import GroupRule, State
+from pathsgd.optim.rule import GroupRule, Rule, State
 
+ALIGNED = 4 * TOGETHER.value
+"""Bytes of one access."""
 AXES = 3
 """Those that the kernel knows, once axes that lie one after the other in all tensors are taken as one."""
 
@@ -72,8 +74,10 @@ class MultiTensorStep:
         if any(t.dtype != torch.float32 or t.device != self.device for own in moved for t in own):
             raise NotStrided
         self.rows = [_find_row(own) for own in moved]
-        self.weights = _describe(self.parameters)
-        self.gradients = _describe_gradients(self.parameters)
+        self.lengths = [len(group.parameters) for group in groups]
+        self.weights = [p.data_ptr() for p in self.parameters]
+        self.gradients: list[int]
+        self.layouts = self._look_at_gradients()
         self.tiles: dict[int, Tensor]
         """(row, block) of every program, by kind."""
         if before is not None and before.rows == self.rows and not is_capturing():
@@ -82,7 +86,7 @@ class MultiTensorStep:
             self.tiles = self._make_tiles()
         self.fields = self._make_fields(moved)
         self.table = torch.empty_like(self.fields, device=self.device)
-        self._told: list[float] = []
+        self._told: tuple[list[int], list[float]] = [], []
         """The addresses of gradients and the rates that the table has."""
 
     def _find_tensors(self, weight: Tensor, state: State, gamma: Gamma | None) -> list[Tensor]:
@@ -125,19 +129,25 @@ class MultiTensorStep:
 
     def fits(self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas) -> bool:
         """Whether this is the step of these parameters, but for where gradients lie and for rates."""
-        rules = [(own.rule, other.rule) for own, other in zip(self.groups, groups, strict=False)]
         parameters = [p for group in groups for p in group.parameters]
         return (
             gammas is self.gammas
-            and len(groups) == len(self.groups)
-            and all(a.is_compatible(b) and a.weight_decay == b.weight_decay for a, b in rules)
-            and [len(group.parameters) for group in groups]
-            == [len(group.parameters) for group in self.groups]
+            and [len(group.parameters) for group in groups] == self.lengths
+            and all(_moves_alike(a.rule, b.rule) for a, b in zip(groups, self.groups, strict=True))
             and all(map(operator.is_, parameters, self.parameters))
             and all(map(operator.is_, chain(*states), chain(*self.states)))
-            and _describe(parameters) == self.weights
-            and _describe_gradients(parameters) == self.gradients
+            and [p.data_ptr() for p in parameters] == self.weights
+            and self._look_at_gradients() == self.layouts
         )
+
+    def _look_at_gradients(self) -> list[object]:
+        """What must not change of them. Where they lie may: :attr:`gradients`."""
+        grads = [p.grad for p in self.parameters]
+        if any(g is None or g.layout is not torch.strided for g in grads):
+            return []
+        self.gradients = [g.data_ptr() for g in grads]  # type: ignore[union-attr]
+        unaligned = [address % ALIGNED for address in self.gradients]
+        return [[(g.stride(), g.dtype) for g in grads], unaligned]  # type: ignore[union-attr]
 
     def step(self, groups: Sequence[GroupRule]) -> None:
         """One step by these rules."""
@@ -155,19 +165,13 @@ class MultiTensorStep:
 
     def _point(self, groups: Sequence[GroupRule]) -> None:
         """Tells the kernel where gradients lie, and the rates."""
-        gradients = [p.grad.data_ptr() for p in self.parameters]  # type: ignore[union-attr]
-        on_device = [isinstance(group.rule.lr, Tensor) for group in groups]
-        rates = [
-            0.0 if there else float(group.rule.lr) for group, there in zip(groups, on_device, strict=True)
-        ]
-        told = [*gradients, *rates]
-        if told != self._told:
-            fields, counts = self.fields, [len(group.parameters) for group in groups]
-            fields[:, 1] = torch.tensor(gradients)
-            values = torch.tensor(rates, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
-            fields.view(torch.float64)[:, 7] = values
-            self._place(fields, self.table)
-            self._told = told
+        rates = [0.0 if isinstance(rule.lr, Tensor) else float(rule.lr) for rule, _ in groups]
+        if (self.gradients, rates) != self._told:
+            values = torch.tensor(rates, dtype=torch.float64)
+            self.fields[:, 1] = torch.tensor(self.gradients)
+            self.fields.view(torch.float64)[:, 7] = values.repeat_interleave(torch.tensor(self.lengths))
+            self._place(self.fields, self.table)
+            self._told = self.gradients, rates
         start = 0
         for group in groups:
             stop = start + len(group.parameters)
@@ -176,16 +180,8 @@ class MultiTensorStep:
             start = stop
 
 
-def _describe(weights: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(w.data_ptr(), w.stride()) for w in weights]
-
-
-def _describe_gradients(weights: Sequence[Tensor]) -> list[object]:
-    """Without where they lie, which may be somewhere else in every step."""
-    grads = [w.grad for w in weights if w.grad is not None]
-    if any(g.layout is not torch.strided for g in grads):
-        return []
-    return [(g.stride(), g.dtype, _is_unaligned(g)) for g in grads]
+def _moves_alike(one: Rule, other: Rule) -> bool:
+    return one.is_compatible(other) and one.weight_decay == other.weight_decay
 
 
 def _find_row(moved: Sequence[Tensor]) -> Row:
@@ -209,7 +205,7 @@ def _find_row(moved: Sequence[Tensor]) -> Row:
 
 
 def _is_unaligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % (4 * TOGETHER.value) != 0
+    return tensor.data_ptr() % ALIGNED != 0
 
 
 Axis = tuple[int, tuple[int, ...]]
