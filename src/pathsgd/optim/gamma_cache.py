@@ -229,8 +229,9 @@ class GammaCache:
 
     def after_step(self) -> None:
         """A step has written the weights."""
+        self._forward_done = None
         if is_capturing():
-            self._outside = self._forward_done = self._read = None
+            self._outside = self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
         # Those that the step has read, if it has: none has been replaced since.
         tensors, self._read = self._read or self._model_tensors.read(self.graph), None

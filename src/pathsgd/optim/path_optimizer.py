@@ -107,8 +107,9 @@ class PathOptimizer(Optimizer):
     def refresh(self) -> None:
         """Measures gamma anew at the next step.
 
-        Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
-        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed. With several ranks call it on
+        Call it after writing weights in a way that torch does not count: through ``.data``, numpy, one of
+        torch's fused optimizers on a CPU, or the replay of a CUDA graph, if the next step is not in it.
+        Ordinary in-place writes are noticed. With several ranks call it on
         all of them.
         """
         self.gamma_cache.refresh()

@@ -87,6 +87,8 @@ class Dispatch:
         """Which implementation the last step gave to each parameter, by id."""
         self._chain_steps: dict[tuple[object, ...], ChainStep] = {}
         self._tensors: MultiTensorStep | None = None
+        self._repeated: list[Tensor] = []
+        """What graphs that users captured copy to the device in every replay."""
 
     def ready(self, groups: Sequence[GroupRule], state: OptimizerState) -> list[Ready]:
         """What can be moved of these parameters, each with the gammas of its weights."""
@@ -149,7 +151,7 @@ class Dispatch:
 
         own = self.gamma_cache.gammas_of(parameters, rule.p)
         try:
-            tensors = MultiTensorStep(groups, states, gammas, own, self._tensors)
+            tensors = MultiTensorStep(groups, states, gammas, own, self._tensors, self._repeated)
         except NotStrided:
             return None
         if not is_capturing():  # what was made during a capture lies in memory of the graph

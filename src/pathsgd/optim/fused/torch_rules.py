@@ -87,9 +87,9 @@ class TorchState:
         return tuple([own[name] for name in self.names])
 
     def count(self, parameter: Tensor) -> Tensor:
-        """Moved to its device, where kernels read it."""
+        """Moved to its device, where kernels read it; not into a graph that is being captured."""
         own = self.state[parameter]
-        if own["step"].device != parameter.device:
+        if own["step"].device != parameter.device and not _torch.is_capturing():
             own["step"] = own["step"].to(parameter.device)
         return own["step"]
 

@@ -56,6 +56,7 @@ class MultiTensorStep:
         gammas: what was measured, kept so that it is not freed.
         roots: of each parameter, its gamma, or None for 1.
         before: the step that was taken before, whose tiles may serve.
+        repeated: takes what a CUDA graph that is being captured is going to copy in every replay.
 
     Raises:
         NotStrided: the kernel cannot go over them.
@@ -63,13 +64,13 @@ class MultiTensorStep:
 
     def __init__(
         self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas,
-        roots: Sequence[Gamma | None], before: MultiTensorStep | None,
+        roots: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
     ) -> None:  # fmt: skip
         self.parameters = [p for group in groups for p in group.parameters]
         self.device = self.parameters[0].device
         self.groups, self.states, self.gammas = list(groups), list(states), gammas
         self.one = torch.ones((), device=self.device)
-        self._kept: list[Tensor] = []
+        self._repeated = repeated
         moved = [self._find_tensors(*own) for own in zip(self.parameters, states, roots, strict=True)]
         if any(t.dtype != torch.float32 or t.device != self.device for own in moved for t in own):
             raise NotStrided
@@ -118,12 +119,12 @@ class MultiTensorStep:
         return found
 
     def _place(self, values: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy on the device, for which nothing waits; a graph that is being captured repeats it."""
+        """A copy on the device, for which nothing waits."""
         if self.device.type == "cpu":
             return values if into is None else into.copy_(values)
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
         if is_capturing():
-            self._kept.append(pinned)
+            self._repeated.append(pinned)
         into = torch.empty_like(values, device=self.device) if into is None else into
         return into.copy_(pinned, non_blocking=True)
 
