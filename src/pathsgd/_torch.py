@@ -6,7 +6,7 @@ The rest of the library imports these from here, so that a new torch breaks one 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -65,9 +65,13 @@ def is_vmapped(tensor: Tensor) -> bool:
     return False
 
 
-def version(tensor: Tensor) -> int:
-    """torch's count of in-place writes to a tensor; writes through ``.data`` and numpy are not counted."""
-    return tensor._version
+Version = tuple[int, int]
+
+
+def versions(tensors: Iterable[Tensor]) -> list[Version]:
+    """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
+    CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

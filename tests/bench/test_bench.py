@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from pathsgd import cli
 from pathsgd.bench import bench_command as command
 from pathsgd.bench.measure import Setting
-from pathsgd.console.networks import ResNet, stack
+from pathsgd.bench.methods import SWEPT
+from pathsgd.console.networks import GPT, ResNet, stack
 
 RESULTS = Path(__file__).parents[2] / "results" / "step_cost"
 
@@ -23,9 +25,14 @@ def small(monkeypatch):
     def settings(on_gpu, quick, sweep):
         yield Setting("stack", lambda: stack(6, 8, 8, 10), (4, 6))
         if not quick:
-            yield Setting("conv", lambda: ResNet(4, (1,), 10), (2, 3, 16, 16))
+            yield Setting(
+                "conv", lambda: ResNet(4, (1,), 10), (2, 3, 16, 16), precision="bf16", channels_last=True
+            )
+            make = functools.partial(GPT, 16, 8, 2, 1, 4)
+            yield Setting("GPT", make, (2, 4), tokens=16, methods=("SGD, fused", "PathSGD", "PathAdam"))
         for batch in (1, 4) if sweep else ():
-            yield Setting("stack", lambda: stack(6, 8, 8, 10), (batch, 6), study="batch", at=batch)
+            make, at = (lambda: stack(6, 8, 8, 10)), (batch, 6)
+            yield Setting("stack", make, at, study="batch", at=batch, methods=SWEPT)
 
     monkeypatch.setattr(command, "settings", settings)
     monkeypatch.setattr(command, "bytes_per_us", lambda device: 1e4)
@@ -36,10 +43,16 @@ def test_it_measures_writes_and_draws(small, tmp_path, capsys):
     arguments = ["bench", "--device", "cpu", "--seconds", "0.001", "--sweep", "--json", str(numbers)]
     assert cli.main(arguments) == 0
     rows = json.loads(numbers.read_text())["rows"]
-    assert {row["net"] for row in rows} == {"stack", "conv"}
+    assert {row["net"] for row in rows} == {"stack", "conv", "GPT"}
     assert all(row["train_us"] > row["step_us"] > 0 for row in rows if row["method"] == "SGD, fused")
     assert "PathNormalized(AdamW)" in {row["method"] for row in rows if row["net"] == "conv"}
-    assert [row["ratio"] for row in rows if row["method"] == "SGD, fused"] == [1.0] * 4
+    for kind in ("SGD, fused", "SGD, momentum, fused", "AdamW, fused"):
+        assert {row["ratio"] for row in rows if row["method"] == kind} == {1.0}
+    own, kind = (
+        next(r for r in rows if (r["net"], r["method"]) == ("conv", name))
+        for name in ("PathNormalized(AdamW)", "AdamW, fused")
+    )
+    assert own["ratio"] == own["train_us"] / kind["train_us"]
     measured = capsys.readouterr().out
     assert "not measured" not in measured
     assert cli.main(["bench", "--read", str(numbers), "--plot", str(picture)]) == 0
@@ -53,6 +66,12 @@ def test_some_methods_beside_the_one_all_are_compared_with(small, tmp_path, caps
     )
     lines = capsys.readouterr().out.splitlines()
     assert ["PathSGD" in line for line in lines] == [False, True]
+
+
+def test_some_networks(small, capsys):
+    options = ["--device", "cpu", "--seconds", "0.001", "--methods", "PathSGD", "--nets", "GPT"]
+    assert cli.main(["bench", *options]) == 0
+    assert ["GPT" in line for line in capsys.readouterr().out.splitlines()] == [True, True]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)

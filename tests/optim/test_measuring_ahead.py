@@ -5,7 +5,12 @@ Without a GPU: in place of a CUDA graph on a second stream there is one that mea
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import pickle
+import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import PathMuon, PathSGD, trace
+from pathsgd.geometry.gamma import Gammas
 from pathsgd.geometry.passes import powered_network
 from pathsgd.optim import gamma_cache
 from pathsgd.optim.relative import steps
@@ -24,13 +30,21 @@ class MeasureAgain:
     def __init__(self, graph, tensors, p, measure):
         self.network = lambda: powered_network(graph, tensors, p)
         self.measure, self.tensors, self.ahead = measure, tensors, None
+        self.found = self.replay()
 
     def fits(self, tensors):
         return all(tensors[name] is tensor for name, tensor in self.tensors.items())
 
     @torch.no_grad()
     def replay(self):
-        return self.measure(self.network(), None)
+        found = self.measure(self.network(), None)
+        if not isinstance(found, Gammas) or not hasattr(self, "found"):
+            return found
+        for name, gamma in self.found.items():  # in the same tensors, as a CUDA graph does
+            for into, out in zip(gamma.roots(), found[name].roots(), strict=True):
+                into[0].copy_(out[0])
+                into[1].copy_(out[1])
+        return self.found
 
     def start(self):
         self.ahead = self.replay()
@@ -81,16 +95,44 @@ def skip(model, optimizer):
     model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
 
 
+def run_again(model, optimizer):
+    """A forward pass, which writes running statistics."""
+    with torch.no_grad():
+        model(torch.linspace(-1, 2, 12).view(2, 6).to(model[0].weight))
+
+
+def run_without_counting(model, optimizer):
+    if isinstance(model[1], nn.BatchNorm1d):
+        x = torch.linspace(-1, 2, 32).view(2, 16).to(model[0].weight)
+        F.batch_norm(x, model[1].running_mean, model[1].running_var, training=True)
+        optimizer.refresh()
+
+
+def add_up(model, optimizer):
+    """A second batch, whose gradients are added."""
+    model(torch.linspace(-1, 2, 12).view(2, 6).to(model[0].weight)).square().sum().backward()
+
+
 EVENTS = (nothing, write_weights, write_behind_torch, replace_storage, look, validate, skip)
+LATE = (write_weights, write_behind_torch, look, run_again, run_without_counting, add_up)
+"""Between the backward pass and the step."""
 OPTIMIZERS = {
     "PathMuon": PathMuon,
     "PathSGD": lambda m, x: PathSGD(m, x, lr=1e-2, implementation="reference"),
+    "kernel": lambda m, x: PathSGD(m, x, lr=1e-2, momentum=0.5, implementation="triton"),
 }
 
 
-def build(norm):
+class Uncounted(nn.BatchNorm1d):
+    """As somebody may write it: nothing says that its statistics were written."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+def build(norm, dtype=torch.float64):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), norm(16), nn.ReLU(), nn.Linear(16, 3)).double()
+    return nn.Sequential(nn.Linear(6, 16), norm(16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
 
 
 @functools.cache
@@ -98,25 +140,82 @@ def traced(norm):
     return trace(build(norm), torch.ones(2, 6, dtype=torch.float64))
 
 
-def train(make, event, norm):
-    model, x = build(norm), torch.randn(8, 6, dtype=torch.float64)
-    optimizer = make(model, traced(norm))
+def train(name, norm, early=nothing, late=nothing):
+    dtype = torch.float32 if name == "kernel" else torch.float64
+    model, x = build(norm, dtype), torch.randn(8, 6, dtype=torch.float64).to(dtype)
+    optimizer = OPTIMIZERS[name](model, traced(norm))
     for k in range(10):
         if k == 7:
-            event(model, optimizer)
+            early(model, optimizer)
         optimizer.zero_grad()
         F.cross_entropy(model(x * (1 + k)), torch.arange(8) % 3).backward()
+        if k >= 7:
+            late(model, optimizer)
         optimizer.step()
+    if name == "kernel" and norm is not nn.Identity:  # else it is a chain of linear layers
+        assert set(optimizer.implementations.values()) == {"triton"}
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def check(name, norm, monkeypatch, **events):
+    found = train(name, norm, **events)
+    used = MeasureAgain.used
+    monkeypatch.setattr(gamma_cache.GammaCache, "_measure_ahead", lambda *_, **__: None)
+    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: False)
+    assert torch.equal(found, train(name, norm, **events))
+    return used
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["PathMuon", "PathSGD"])
 def test_never_stale(name, event, norm, monkeypatch):
-    found = train(OPTIMIZERS[name], event, norm)
-    # Running statistics are written between two steps, so gamma with them cannot be measured ahead.
-    assert bool(MeasureAgain.used) == (name != "PathSGD" or norm is nn.Identity)
-    monkeypatch.setattr(gamma_cache.GammaCache, "_measure_ahead", lambda self: None)
-    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: False)
-    assert torch.equal(found, train(OPTIMIZERS[name], event, norm))
+    assert check(name, norm, monkeypatch, early=event)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
+@pytest.mark.parametrize("event", LATE)
+def test_never_stale_between_the_backward_pass_and_the_step(event, norm, monkeypatch):
+    """gamma with running statistics is measured beside the backward pass."""
+    assert check("PathSGD", norm, monkeypatch, late=event)
+
+
+@pytest.mark.parametrize("events", [{}, {"early": write_weights}, {"late": run_again}], ids=str)
+def test_never_stale_in_the_kernel(events, monkeypatch):
+    assert check("kernel", nn.BatchNorm1d, monkeypatch, **events)
+
+
+def test_statistics_that_nothing_counts_are_not_measured_ahead(monkeypatch):
+    assert not check("PathSGD", Uncounted, monkeypatch, late=run_again)
+
+
+def test_a_backward_pass_of_each_batch_measures_once(monkeypatch):
+    """Where gradients of several batches are added up, only the last one begins to measure."""
+    measured, replay = [], MeasureAgain.replay
+    monkeypatch.setattr(MeasureAgain, "replay", lambda self: (measured.append(1), replay(self))[1])
+    model, x = build(nn.BatchNorm1d), torch.randn(8, 6, dtype=torch.float64)
+    optimizer = OPTIMIZERS["PathSGD"](model, traced(nn.BatchNorm1d))
+    counts = []
+    for k in range(9):
+        optimizer.zero_grad()
+        for part in x.split(4):
+            F.cross_entropy(model(part * (1 + k)), torch.arange(4) % 3).backward()
+        counts.append(len(measured))
+        optimizer.step()
+    assert [after - before for before, after in pairwise(counts)][-4:] == [1] * 4
+    assert len(measured) == counts[-1]  # in the backward pass, not in the step
+
+
+def test_watching_backward_passes_keeps_nothing_alive():
+    model, x = build(nn.BatchNorm1d), torch.randn(8, 6, dtype=torch.float64)
+    optimizer = OPTIMIZERS["PathSGD"](model, traced(nn.BatchNorm1d))
+    for _ in range(6):
+        model(x).square().sum().backward()
+        optimizer.step()
+    cache = weakref.ref(optimizer.gamma_cache)
+    copied = pickle.loads(pickle.dumps(model))
+    del optimizer
+    gc.collect()
+    assert cache() is None
+    for own in (model, copied, copy.deepcopy(model)):
+        own(x).square().sum().backward()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pathsgd import PathError
 from pathsgd.bench.measure import Row, Setting, measure
-from pathsgd.bench.methods import BASELINE, METHODS, SWEPT
-from pathsgd.console.command_line import parse
+from pathsgd.bench.methods import GENERAL, METHODS, SWEPT
 from pathsgd.console.devices import device_name, find_device
 from pathsgd.console.files import write_atomically
-from pathsgd.console.networks import small_image_resnet, stack
+from pathsgd.console.networks import GPT, ResNet, resnet50, small_image_resnet, stack
 from pathsgd.console.timing import bytes_per_us
 
 
@@ -26,8 +26,9 @@ class Bench:
     """Times the whole training step and the optimizer's step alone, for Path-SGD and for torch's optimizers.
 
     One run, one machine, the methods taken in turn, medians. On a GPU steps are captured in CUDA graphs, and
-    the optimizer's step is also timed eagerly. Ratios are to torch.optim.SGD(fused=True). The floor is the
-    time to read weights and gradients and write weights once, at the bandwidth of a copy in the same run.
+    timed in a loop of Python, too. Ratios are to torch's optimizer of the same kind, fused if it can be.
+    The floor is the time to read weights and gradients and write weights once, at the bandwidth of a copy in
+    the same run.
 
     examples:
       pathsgd bench --quick
@@ -41,8 +42,10 @@ class Bench:
     """Measure the paper's MNIST network only."""
     sweep: bool = False
     """Measure over batch size, width and depth, too."""
+    nets: tuple[str, ...] = ()
+    """Only networks whose names contain one of these."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Which to measure, beside fused SGD."""
+    """Which to measure, beside torch's of the same kind."""
     seconds: float | None = None
     """For each measurement; by default 0.5 on a GPU, 6 on a CPU."""
     json: Path | None = None
@@ -59,7 +62,13 @@ class Bench:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parse(Bench, arguments, "bench")
+    from pathsgd.console.command_line import parse  # which needs tyro
+
+    return run(parse(Bench, arguments, "bench"))
+
+
+def run(options: Bench) -> int:
+    """Measures or reads, and draws."""
     if options.read is not None:
         found, rows = _read(options.read)
         for row in rows:
@@ -93,9 +102,11 @@ def _measure(options: Bench) -> tuple[dict[str, str], list[Row]]:
     head = {"machine": machine, "torch": torch.__version__, "copy_TB_per_s": f"{speed / 1e6:.3f}"}
     rows: list[Row] = []
     for setting in settings(on_gpu, options.quick, options.sweep):
-        methods = [name for name in options.methods if setting.study == "networks" or name in SWEPT]
-        if BASELINE not in methods:
-            methods.insert(0, BASELINE)
+        if options.nets and not any(part in setting.net for part in options.nets):
+            continue
+        wanted = {name for name in options.methods if name in setting.methods}
+        wanted |= {METHODS[name].beside for name in wanted}
+        methods = [name for name in METHODS if name in wanted]
         measured, failed = measure(setting, methods, seconds, speed, device)
         rows += measured
         lines = [*map(format_row, measured), *(f"not measured: {reason}" for reason in failed)]
@@ -113,26 +124,47 @@ def settings(on_gpu: bool, quick: bool, sweep: bool) -> Iterator[Setting]:
         return Setting(name, functools.partial(stack, *widths), (batch, inputs), **more)  # type: ignore[arg-type]
 
     yield paper(784)
-    if not quick:
+    if not quick and on_gpu:
         yield paper(3072)
-        if on_gpu:
-            yield paper(3072, tf32=True)
-            yield Setting("16 layers of 2048", functools.partial(stack, *[2048] * 16, 10), (100, 2048))
-            yield Setting("ResNet-18, 32x32", small_image_resnet, (128, 3, 32, 32))
+        yield paper(3072, precision="tf32")
+        yield Setting("16 layers of 2048", functools.partial(stack, *[2048] * 16, 10), (100, 2048))
+        yield from general_networks()
+    elif not quick:
+        yield paper(784, width=256)
+        yield paper(3072)
+        yield Setting("ResNet-18, 32x32", small_image_resnet, (32, 3, 32, 32), methods=GENERAL)
+        yield Setting("GPT, 12 x 768", GPT, (4, 256), tokens=50257, methods=GENERAL)
     if not sweep:
         return
     for batch in (1, 4, 16, 64, 256, 1024, 4096):
-        yield paper(784, batch, study="batch", at=batch)
+        yield paper(784, batch, study="batch", at=batch, methods=SWEPT)
     for width in (256, 512, 1024, 2048, 4096, 8192, 16384):
-        yield paper(784, width=width, study="width", at=width)
+        yield paper(784, width=width, study="width", at=width, methods=SWEPT)
     for depth in (2, 4, 8, 16, 32, 64):
         make = functools.partial(stack, *[1024] * depth, 10)
-        yield Setting(f"{depth} layers of 1024", make, (100, 1024), study="depth", at=depth)
+        yield Setting(f"{depth} layers of 1024", make, (100, 1024), study="depth", at=depth, methods=SWEPT)
+
+
+def general_networks() -> Iterator[Setting]:
+    """ResNets and a GPT as they are trained on a GPU."""
+
+    def resnet(name: str, make: Callable[[], nn.Module], batch: int, size: int, **more: object) -> Setting:
+        return Setting(name, make, (batch, 3, size, size), methods=GENERAL, **more)  # type: ignore[arg-type]
+
+    small = functools.partial(resnet, make=small_image_resnet, batch=128, size=32)
+    yield small("ResNet-18, 32x32")
+    yield small("ResNet-18, 32x32", precision="tf32")
+    yield small("ResNet-18, 32x32", precision="bf16", channels_last=True)
+    yield resnet("ResNet-18, 7x7 stem, 32x32", ResNet, 128, 32, precision="tf32")
+    yield resnet("ResNet-50, 224x224", resnet50, 64, 224, precision="bf16", channels_last=True)
+    yield Setting("GPT, 12 x 768", GPT, (8, 1024), precision="bf16", tokens=50257, methods=GENERAL)
+    yield small("ResNet-18, 32x32, compiled", precision="tf32", compiled=True)
 
 
 def format_row(row: Row) -> str:
     return (
-        f"{row.net:20} batch {row.batch:<5}{'tf32 ' if row.tf32 else '':5}{row.method:22}"
-        f"step {row.train_us:10.1f} us  {row.ratio:5.3f} of SGD  optimizer {row.step_us:9.1f} us  "
-        f"eager {row.eager_us:9.1f} us  floor {row.floor_us:8.1f} us"
+        f"{row.net:26} batch {row.batch:<5}{row.precision:5}{row.method:22}"
+        f"step {row.train_us:10.1f} us  {row.ratio:5.3f} of {METHODS[row.method].beside:21}"
+        f"optimizer {row.step_us:9.1f} us  in a loop {row.eager_us:9.1f} us of {row.loop_us:10.1f} us  "
+        f"floor {row.floor_us:8.1f} us"
     )

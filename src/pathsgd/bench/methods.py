@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pathsgd import PathAdagrad, PathNormalized, PathSGD
-from pathsgd.console.muon import MuonAndSGD
-from pathsgd.console.timing import LR, MakeOptimizer, Stepper
-
-BASELINE = "SGD, fused"
+from pathsgd import PathAdagrad, PathAdam, PathGraph, PathMuon, PathNormalized, PathSGD
+from pathsgd.console.muon import BatchedMuon, MuonAndSGD
+from pathsgd.console.timing import LR, Stepper
 
 
 class NaivePathSGD:
@@ -34,42 +35,77 @@ class NaivePathSGD:
             layer.bias.sub_(LR * layer.bias.grad / m)
 
 
-def _only_linear(model: nn.Module) -> bool:
+def _is_stack(model: nn.Module) -> bool:
     return all(isinstance(m, (nn.Linear, nn.ReLU)) for m in model.modules() if not list(m.children()))
 
 
-def _naive(model: nn.Module, x: Tensor) -> Stepper | None:
-    return NaivePathSGD(model) if _only_linear(model) else None
+def _naive(model: nn.Module, graph: PathGraph) -> Stepper | None:
+    return NaivePathSGD(model) if _is_stack(model) else None
 
 
-def _muon(model: nn.Module, x: Tensor) -> Stepper | None:
-    # On a CPU its orthogonalisation takes minutes for a layer of 4000.
-    applies = hasattr(torch.optim, "Muon") and x.is_cuda and _only_linear(model)
-    return MuonAndSGD(model, LR) if applies else None
+def _muon(model: nn.Module, graph: PathGraph) -> Stepper | None:
+    if not _on_gpu(model):  # on a CPU its orthogonalisation takes minutes for a layer of 4000
+        return None
+    if not _is_stack(model):
+        return BatchedMuon(model, LR)
+    return MuonAndSGD(model, LR) if hasattr(torch.optim, "Muon") else None
 
 
-def _adagrad(model: nn.Module, x: Tensor) -> Stepper:
+def _path_muon(model: nn.Module, graph: PathGraph) -> Stepper | None:
+    return PathMuon(model, graph, LR) if _on_gpu(model) else None
+
+
+def _adagrad(model: nn.Module, graph: PathGraph) -> Stepper:
     # torch's own is fused on the CPU only.
-    return torch.optim.Adagrad(model.parameters(), LR, **({} if x.is_cuda else {"fused": True}))
+    return torch.optim.Adagrad(model.parameters(), LR, **({} if _on_gpu(model) else {"fused": True}))
 
 
-METHODS: dict[str, MakeOptimizer] = {
-    "SGD, foreach": lambda m, x: torch.optim.SGD(m.parameters(), LR, foreach=True),
-    BASELINE: lambda m, x: torch.optim.SGD(m.parameters(), LR, fused=True),
-    "PathSGD": lambda m, x: PathSGD(m, x, lr=LR),
-    "PathSGD, reference": lambda m, x: PathSGD(m, x, lr=LR, implementation="reference"),
-    "Path-SGD by hand": _naive,
-    "SGD, momentum, fused": lambda m, x: torch.optim.SGD(m.parameters(), LR, momentum=0.9, fused=True),
-    "PathSGD, momentum": lambda m, x: PathSGD(m, x, lr=LR, momentum=0.9),
-    "Adagrad": _adagrad,
-    "PathAdagrad": lambda m, x: PathAdagrad(m, x, LR),
-    "AdamW, fused": lambda m, x: torch.optim.AdamW(m.parameters(), LR, fused=True, capturable=x.is_cuda),
-    "PathNormalized(AdamW)": lambda m, x: PathNormalized(
-        torch.optim.AdamW, m, x, lr=LR, fused=True, capturable=x.is_cuda
+def _on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
+
+
+class Method(NamedTuple):
+    """An optimizer, and the one of torch's that its steps are compared with."""
+
+    beside: str
+    make: Callable[[nn.Module, PathGraph], Stepper | None]
+    """None where the method does not apply."""
+
+
+SGD, MOMENTUM, ADAGRAD, ADAMW, MUON = (
+    "SGD, fused",
+    "SGD, momentum, fused",
+    "Adagrad",
+    "AdamW, fused",
+    "Muon",
+)
+METHODS = {
+    "SGD, foreach": Method(SGD, lambda m, g: torch.optim.SGD(m.parameters(), LR, foreach=True)),
+    SGD: Method(SGD, lambda m, g: torch.optim.SGD(m.parameters(), LR, fused=True)),
+    "PathSGD": Method(SGD, lambda m, g: PathSGD(m, g, lr=LR)),
+    "PathSGD, reference": Method(SGD, lambda m, g: PathSGD(m, g, lr=LR, implementation="reference")),
+    "Path-SGD by hand": Method(SGD, _naive),
+    MOMENTUM: Method(MOMENTUM, lambda m, g: torch.optim.SGD(m.parameters(), LR, momentum=0.9, fused=True)),
+    "PathSGD, momentum": Method(MOMENTUM, lambda m, g: PathSGD(m, g, lr=LR, momentum=0.9)),
+    ADAGRAD: Method(ADAGRAD, _adagrad),
+    "PathAdagrad": Method(ADAGRAD, lambda m, g: PathAdagrad(m, g, LR)),
+    ADAMW: Method(
+        ADAMW, lambda m, g: torch.optim.AdamW(m.parameters(), LR, fused=True, capturable=_on_gpu(m))
     ),
-    "Muon": _muon,
+    "PathNormalized(AdamW)": Method(
+        ADAMW,
+        lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=LR, fused=True, capturable=_on_gpu(m)),
+    ),
+    "PathAdam": Method(ADAMW, lambda m, g: PathAdam(m, g, LR, capturable=_on_gpu(m))),
+    MUON: Method(MUON, _muon),
+    "PathMuon": Method(MUON, _path_muon),
 }
-SWEPT = (BASELINE, "PathSGD", "Path-SGD by hand")
+SWEPT = (SGD, "PathSGD", "Path-SGD by hand")
 """What is measured over batch size, width and depth."""
-HEAVY = ("Muon",)
+GENERAL = (
+    SGD, "PathSGD", MOMENTUM, "PathSGD, momentum", ADAMW, "PathNormalized(AdamW)", "PathAdam", MUON,
+    "PathMuon",
+)  # fmt: skip
+"""What is measured on networks that are not stacks of linear layers."""
+HEAVY = (MUON, "PathMuon")
 """Timed by themselves: they heat the machine, and clocks go down for all that is timed beside them."""

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pathsgd.bench.measure import Row
-from pathsgd.bench.methods import BASELINE, SWEPT
+from pathsgd.bench.methods import METHODS, SWEPT
 from pathsgd.console.optional_imports import import_optional
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
 """Colour, marker, line, which differ in grey, too."""
+MARKERS, SHADES = "os^Dv<>ph", ("0.0", "0.5", "0.75")
+"""Of networks."""
 TOP = 2.6
 """Of the axes of a sweep; ratios above it are written there."""
 
@@ -28,28 +30,33 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         panels = bottom[0].subplots(1, len(studies), squeeze=False)[0]
         for panel, study in zip(panels, studies, strict=True):
             _draw_sweep(panel, [row for row in rows if row.study == study], AXES[study])
-        panels[0].set_ylabel("training step / that of fused SGD")
+        panels[0].set_ylabel(f"training step / that of {SWEPT[0]}")
         panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.suptitle(f"Whole training step relative to torch.optim.SGD(fused=True): {title}")
+    figure.suptitle(f"Whole training step relative to torch's optimizer of the same kind: {title}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
     """A line for each method, a mark on it for each network."""
-    nets = list(dict.fromkeys((row.net, row.tf32) for row in rows))
-    methods = list(dict.fromkeys(row.method for row in rows if row.method != BASELINE))
-    for (net, tf32), marker, shade in zip(nets, "os^Dv", ("0.0", "0.0", "0.5", "0.5", "0.75"), strict=False):
-        own = [row for row in rows if (row.net, row.tf32) == (net, tf32) and row.method in methods]
+    nets = list(dict.fromkeys((row.net, row.precision) for row in rows))
+    methods = [
+        name for name, own in METHODS.items() if own.beside != name and name in {r.method for r in rows}
+    ]
+    for k, (net, precision) in enumerate(nets):
+        marker, shade = MARKERS[k % len(MARKERS)], SHADES[k // 2 % len(SHADES)]
+        own = [row for row in rows if (row.net, row.precision) == (net, precision) and row.method in methods]
+        if not own:
+            continue
         places = [methods.index(row.method) for row in own]
-        label = f"{net}{', tf32' if tf32 else ''}, batch {own[0].batch}"
+        label = f"{net}, {precision}, batch {own[0].batch}"
         axes.plot(
             [row.ratio for row in own], places, marker, color=shade, markersize=5, label=label,
             markerfacecolor="none" if shade == "0.0" and marker == "s" else shade,
         )  # fmt: skip
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    largest = max(row.ratio for row in rows)
+    largest = max((row.ratio for row in rows if row.ratio == row.ratio), default=1.0)
     ticks = [t for t in (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20) if t <= largest * 1.2]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
@@ -57,7 +64,7 @@ def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.grid(axis="both", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel("training step / that of fused SGD")
+    axes.set_xlabel("training step / that of torch's optimizer of the same kind")
     axes.legend(frameon=False, fontsize=8, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
 

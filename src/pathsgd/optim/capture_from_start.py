@@ -32,6 +32,16 @@ def capture_from_start(device: torch.device) -> Iterator[None]:
     current.wait_stream(side)
 
 
+@contextmanager
+def capture_after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+    """The same, but it waits for what was captured before the event."""
+    side = _side_stream(device)
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

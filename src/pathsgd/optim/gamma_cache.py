@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd._torch import is_capturing, is_compiling, version
+from pathsgd._torch import Version, is_capturing, is_compiling, versions
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
@@ -19,7 +21,9 @@ from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
-from pathsgd.optim.capture_from_start import capture_from_start
+from pathsgd.optim.backward_start import BackwardStart
+from pathsgd.optim.batch_counters import BATCHES, find_counters
+from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.model_tensors import ModelTensors
@@ -28,14 +32,6 @@ from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
 """Measurements before gamma is captured in a CUDA graph."""
-
-Version = tuple[int, int]
-
-
-def versions(tensors: Iterable[Tensor]) -> list[Version]:
-    """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
-    CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
-    return [(part.data_ptr(), version(part)) for part in map(local_part, tensors)]
 
 
 class Found(Protocol):
@@ -117,9 +113,18 @@ class GammaCache:
         self._versions: list[Version] = []
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._ahead: dict[Key, list[Version]] = {}
-        """What is being measured for the next step on a second stream, of weights of these versions."""
+        """What is being measured for the next step on a second stream, of tensors of these versions."""
         self._outside: list[Version] | None = None
         """The versions of the parameters after the last step; None if that one was captured."""
+        self._found_statistics: tuple[int, list[str], list[dict[str, Any]] | None] = 0, [], None
+        self._backward_start: BackwardStart | None = None
+        self._backwards, self._usual_backwards = 0, 1
+        """Backward passes since the last step, and before it."""
+        self._forward_done: tuple[torch.cuda.Event, list[Version]] | None = None
+        """In a CUDA graph of the user's, where its forward pass ends, and what there was then."""
+        self._used: list[Key] = []
+        """What the last step needed."""
+        self._read: Tensors | None = None
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
@@ -135,40 +140,45 @@ class GammaCache:
     def get(self, measurement: Measurement[F], p: float) -> F:
         """What is measured of the model as it is, now unless the cached one is still valid."""
         key = measurement, p
-        if self._found and not is_capturing() and self._current_versions() != self._versions:
+        capturing = is_capturing()
+        if self._found and not capturing and not self._is_valid(self._find_versions(self.tensors())):
             self.refresh()
         if key not in self._found:
-            if is_capturing():
+            if capturing:
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
                 tensors = self.tensors()
                 graph = measurement.adapt(self.graph)
                 with self._capturing(measurement, tensors):
                     return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
-            self.check_identity()
-            with on_device(next(self.model.parameters()).device):
-                self._found[key] = self._measure(measurement, p)
+            tensors = self.tensors()
+            self._check_walk()
+            self._versions = self._find_versions(tensors)
+            with on_device(next(iter(tensors.values())).device):
+                self._found[key] = self._measure(measurement, p, tensors)
             self.needs_exponents[key] = self._found[key].exponents
-            self._versions = self._current_versions()
         return self._found[key]
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:
         """gamma of each of these parameters; None where it falls back to gamma = 1."""
         if not parameters:
             return []
-        gammas, infos = self.gammas(p), self.graph.parameters
-        names = [self.names.get(id(parameter)) for parameter in parameters]
-        return [gammas[name] if name is not None and infos[name].normalised else None for name in names]
+        gammas = self.gammas(p)
+        return [gammas[self.names[id(q)]] if self.is_normalised(q) else None for q in parameters]
 
-    def _measure(self, measurement: Measurement[F], p: float) -> F:
+    def is_normalised(self, parameter: Tensor) -> bool:
+        """Whether a parameter is the model's and on paths, so that its gamma is taken."""
+        name = self.names.get(id(parameter))
+        return name is not None and self.graph.parameters[name].normalised
+
+    def _measure(self, measurement: Measurement[F], p: float, tensors: Tensors) -> F:
         """On a GPU by a captured CUDA graph, once plain floats have been seen to be enough."""
         key = measurement, p
-        tensors = self.tensors()
         captured = self._captured.pop(key, None)
         if captured is not None:
             begun = self._ahead.pop(key, None)
             ahead = None if begun is None else captured.finish()
-            if begun == self._parameter_versions():
+            if begun == self._read_by(measurement, self._versions):
                 found = ahead
             else:
                 found = captured.replay() if captured.fits(tensors) else None
@@ -179,6 +189,9 @@ class GammaCache:
         found = measurement.run(graph, tensors, p, None)
         self._measurements += 1
         on_gpu = not self.sharded and _are_on_gpu(tensors)
+        if on_gpu and not self._reads_parameters_alone(measurement):
+            self._backward_start = self._backward_start or BackwardStart(self)
+            self._backward_start.watch(self.model.parameters())
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
@@ -186,7 +199,8 @@ class GammaCache:
 
     def tensors(self) -> Tensors:
         """What gamma is measured from."""
-        return self.replicas.take_statistics(self._model_tensors.read(self.graph))
+        self._read = self._model_tensors.read(self.graph)
+        return self.replicas.take_statistics(self._read)
 
     def synchronise(self) -> None:
         """Makes gamma the same on all ranks that train the model together, up to the next step. A collective
@@ -198,6 +212,7 @@ class GammaCache:
 
     def before_step(self) -> None:
         """The same, unless gradients were clipped and it was done for that."""
+        self._read = None
         if not self._synchronised:
             self.synchronise()
         self._synchronised = False
@@ -214,46 +229,91 @@ class GammaCache:
 
     def after_step(self) -> None:
         """A step has written the weights."""
-        self._outside = None if is_capturing() else self._parameter_versions()
+        self._forward_done = None
         if is_capturing():
+            self._outside = self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
+        # Those that the step has read, if it has: none has been replaced since.
+        tensors, self._read = self._read or self._model_tensors.read(self.graph), None
+        now = self._find_versions(tensors)
+        self._outside = now[: len(self.graph.parameters)]
+        self._usual_backwards, self._backwards = max(self._backwards, 1), 0
         self._steps += 1
         if self._steps % self.refresh_every == 0:
-            self._measure_ahead()
+            self._used = list(self._found)
+            self._measure_ahead(tensors, now, statistics=False)
             self._found.clear()
         elif self._found:
-            self._versions = self._current_versions()
+            self._versions = now
 
-    def _measure_ahead(self) -> None:
-        """Measures for the next step what this one needed, while the network does something else."""
-        captured = self._found.keys() & self._captured.keys()
-        if not captured:
+    def on_backward(self) -> None:
+        """A backward pass has begun: unless the network is run once more before the step, its running
+        statistics will be those of the step."""
+        self._backwards += 1
+        if is_compiling() or self.refresh_every > 1 or self._statistics()[1] is None or _has_other_ranks():
             return
         tensors = self._model_tensors.read(self.graph)
-        with on_device(next(iter(tensors.values())).device):
-            for key in captured:
-                if self._reads_parameters_alone(key[0], tensors) and self._captured[key].fits(tensors):
-                    self._captured[key].start()
-                    self._ahead[key] = self._parameter_versions()
+        if is_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._forward_done = event, self._find_versions(tensors)
+        elif self._backwards >= self._usual_backwards:  # gradients of several batches may be added up
+            self._measure_ahead(tensors, self._find_versions(tensors), statistics=True)
 
-    def _reads_parameters_alone(self, measurement: Measurement[Any], tensors: Tensors) -> bool:
-        return not measurement.reads_statistics or len(tensors) == len(self.graph.parameters)
+    def _measure_ahead(self, tensors: Tensors, now: list[Version], *, statistics: bool) -> None:
+        """Measures for the next step what the last one needed, with or without running statistics, while the
+        network does something else."""
+        for key in self._used:
+            captured = self._captured.get(key)
+            if captured is None or self._reads_parameters_alone(key[0]) == statistics:
+                continue
+            if captured.fits(tensors):
+                with on_device(next(iter(tensors.values())).device):
+                    captured.start()
+                self._ahead[key] = self._read_by(key[0], now)
+
+    def _reads_parameters_alone(self, measurement: Measurement[Any]) -> bool:
+        return not measurement.reads_statistics or not self._statistics()[0]
 
     def _capturing(self, measurement: Measurement[Any], tensors: Tensors) -> AbstractContextManager[None]:
-        """What is measured inside need not wait for what was captured before, unless that wrote weights."""
+        """What is measured inside need not wait for what was captured before, but for what wrote weights and
+        statistics."""
         device = next(iter(tensors.values())).device
-        if (
-            is_compiling()
-            or device.type != "cuda"
-            or not self._reads_parameters_alone(measurement, tensors)
-            or self._outside != self._parameter_versions()
-        ):
+        if is_compiling() or device.type != "cuda":
             return nullcontext()
-        return capture_from_start(device)
+        now = self._find_versions(tensors)
+        if self._reads_parameters_alone(measurement) and self._outside == self._read_by(measurement, now):
+            return capture_from_start(device)
+        if self._forward_done is not None and self._forward_done[1] == now:
+            return capture_after(self._forward_done[0], device)
+        return nullcontext()
 
-    def _parameter_versions(self) -> list[Version]:
-        tensors = self._model_tensors.read(self.graph)
-        return versions(tensors[name] for name in self.graph.parameters)
+    def _find_versions(self, tensors: Tensors) -> list[Version]:
+        """Of parameters; then of running statistics, and of the numbers of batches they were taken of."""
+        names, counters = self._statistics()
+        own = [tensors[name] for name in (*self.graph.parameters, *names)]
+        own += [buffers[BATCHES] for buffers in counters or ()]
+        return versions(map(local_part, own) if self.sharded else own)
+
+    def _read_by(self, measurement: Measurement[Any], now: list[Version]) -> list[Version]:
+        """The versions of what is measured."""
+        return now[: len(self.graph.parameters)] if self._reads_parameters_alone(measurement) else now
+
+    def _is_valid(self, now: list[Version]) -> bool:
+        # Running statistics change with every batch: they do not count where gamma may be some steps old.
+        count = None if self.refresh_every == 1 else len(self.graph.parameters)
+        return now[:count] == self._versions[:count]
+
+    def _statistics(self) -> tuple[list[str], list[dict[str, Any]] | None]:
+        """The running statistics that gamma is measured from, and what counts their writes; None if not all
+        writes are counted."""
+        walks, names, counters = self._found_statistics
+        if walks != self._model_tensors.walks or not walks:
+            tensors = self._model_tensors.read(self.graph)
+            names = [name for name in tensors if name not in self.graph.parameters]
+            counters = find_counters(self.model, names)
+            self._found_statistics = self._model_tensors.walks, names, counters
+        return names, counters
 
     def is_last_of_coordinates(self) -> bool:
         """Whether the step that is being taken is the last for what is cached."""
@@ -264,12 +324,6 @@ class GammaCache:
         self._found.clear()
         self._ahead = {key: [] for key in self._ahead}
         self._outside = None
-
-    def _current_versions(self) -> list[Version]:
-        # Running statistics change with every batch: they do not count where gamma may be some steps old.
-        tensors = self._model_tensors.read(self.graph)
-        names = tensors if self.refresh_every == 1 else self.graph.parameters
-        return versions(tensors[name] for name in names)
 
     def check_known(self, groups: Sequence[dict[str, Any]]) -> None:
         """At least one parameter of the optimizer is the model's; others may come along."""
@@ -282,7 +336,13 @@ class GammaCache:
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
-        if self._identified == self._model_tensors.walks and self._model_tensors.is_same_structure():
+        if self._identified != self._model_tensors.walks or not self._model_tensors.is_same_structure():
+            self._identified = -1
+        self._check_walk()
+
+    def _check_walk(self) -> None:
+        """The same, right after its tensors were read."""
+        if self._identified == self._model_tensors.walks:
             return
         for name, parameter in self.model.named_parameters():
             if self.names.get(id(parameter)) != name:
@@ -293,11 +353,20 @@ class GammaCache:
         self._identified = self._model_tensors.walks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": {}, "_captured": {}, "_ahead": {}, "names": None, "_identified": 0}
+        gone = dict.fromkeys(("names", "_backward_start", "_forward_done", "_read"))
+        return {
+            **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
+            "_found_statistics": (0, [], None), "_identified": 0,
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.names = _names(self.model)
+
+
+def _has_other_ranks() -> bool:
+    """Statistics are then those that ranks agree on in the step."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _are_on_gpu(tensors: Tensors) -> bool:

@@ -26,7 +26,8 @@ class ModelTensors:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._dicts: list[dict[str, object]] = []
-        self._kept: list[list[object]] = []
+        self._lengths: list[int] = []
+        self._kept: list[object] = []
         self._places: dict[str, tuple[dict[str, object], str]] = {}
         self._graph: PathGraph | None = None
         self._addresses: list[int] = []
@@ -49,10 +50,9 @@ class ModelTensors:
 
     def is_same_structure(self) -> bool:
         """Whether all modules hold the children and parameters that they held at the last walk."""
-        return bool(self._dicts) and all(
-            len(own) == len(kept) and all(map(operator.is_, own.values(), kept))
-            for own, kept in zip(self._dicts, self._kept, strict=True)
-        )
+        lengths = [len(own) for own in self._dicts]
+        found = [value for own in self._dicts for value in own.values()]
+        return bool(lengths) and lengths == self._lengths and all(map(operator.is_, found, self._kept))
 
     def _remember(self, graph: PathGraph, tensors: Tensors) -> None:
         self.walks += 1
@@ -60,7 +60,8 @@ class ModelTensors:
         for module in self.model.modules():
             children, parameters, _ = module_dicts(module)
             self._dicts += [children, parameters]
-        self._kept = [list(own.values()) for own in self._dicts]
+        self._lengths = [len(own) for own in self._dicts]
+        self._kept = [value for own in self._dicts for value in own.values()]
         self._places = {}
         for name in tensors:
             prefix, _, key = name.rpartition(".")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import load_state_dict_hooks
+from pathsgd._torch import has_step_hooks, load_state_dict_hooks
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -27,7 +27,7 @@ from pathsgd.optim.relative.growth import KEY as GROWTH
 from pathsgd.optim.relative.spectral import KEY as SPECTRAL
 from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.relative.unit_scales import KEY as UNIT_SCALES
-from pathsgd.optim.rule import Rule
+from pathsgd.optim.rule import GroupRule
 from pathsgd.optim.step_limit import StepLimit, check_limit
 
 
@@ -241,38 +241,49 @@ class PathNormalized(PathOptimizer):
         """The plain step."""
         self.gamma_cache.before_step()
         params = [p for group in self.base.param_groups for p in group["params"]]
-        chains: list[Ready] = []
+        ready: list[Ready] = []
         if closure is None:
             params = [p for p in params if p.grad is not None]
-            chains = self._by_fused()
-        fused = {id(p) for chain in chains for p in chain.parameters}
+            ready = self._by_fused()
+        fused = {id(p) for part in ready for p in part.parameters}
         rest = [p for p in params if id(p) not in fused]
-        gammas = self.gamma_cache.gammas_of(rest, self.p)
-        inside = [(p, gamma) for p, gamma in zip(rest, gammas, strict=True) if gamma is not None]
-        # A closure may raise in the middle of a step, when what falls back has moved too.
-        fallback = [p for p, gamma in zip(rest, gammas, strict=True) if gamma is None and closure is not None]
-        view = InvariantView(inside, fallback, self._limit() if inside else None)
-        with torch.no_grad(), _hide_gradients(chains), view.entered():
-            loss = self._step_base(None if closure is None else view.wrap(closure))
+        loss = None
+        if rest or not ready or has_step_hooks(self.base):
+            loss = self._step_around_base(rest, [p for p in params if id(p) in fused], closure)
         with torch.no_grad():
-            torch_rules.count_step(self.base, (p for chain in chains for p in chain.parameters))
-            for chain in chains:
-                chain.step()
+            torch_rules.count_step(self.base, (p for part in ready for p in part.parameters))
+            for part in ready:
+                part.step()
         self.gamma_cache.after_step()
         return loss
 
+    def _step_around_base(
+        self, params: list[Tensor], hidden: list[Tensor], closure: Callable[[], Any] | None
+    ) -> Any:
+        """The base's own step on z of these parameters."""
+        gammas = self.gamma_cache.gammas_of(params, self.p)
+        inside = [(p, gamma) for p, gamma in zip(params, gammas, strict=True) if gamma is not None]
+        # A closure may raise in the middle of a step, when what falls back has moved too.
+        fallback = [
+            p for p, gamma in zip(params, gammas, strict=True) if gamma is None and closure is not None
+        ]
+        view = InvariantView(inside, fallback, self._limit() if inside else None)
+        with torch.no_grad(), _hide_gradients(hidden), view.entered():
+            return self._step_base(None if closure is None else view.wrap(closure))
+
     def _by_fused(self) -> list[Ready]:
-        """The chains that a fused implementation moves."""
-        if self.max_relative_step is not None or self.gamma_cache.sharded:
+        """What fused implementations move."""
+        if self.max_relative_step is not None:
             return []
-        rules: dict[int, Rule] = {}
+        groups = []
         for group in self.base.param_groups:
-            for p in group["params"]:
-                rule = torch_rules.rule_of(self.base, group, p, self.p) if p.grad is not None else None
-                if rule is not None:
+            rule = torch_rules.rule_of(self.base, group, self.p)
+            own = [p for p in group["params"] if p.grad is not None]
+            if rule is not None and own:
+                for p in own:
                     torch_rules.make_state(self.base, group, p)
-                    rules[id(p)] = rule
-        return self._ready_chains(rules, lambda p: torch_rules.state_of(self.base, p))
+                groups.append(GroupRule(rule, own))
+        return self._find_ready(groups, torch_rules.TorchState(self.base))
 
     def _limit(self) -> Limit | None:
         bound = self.max_relative_step
@@ -292,9 +303,8 @@ class PathNormalized(PathOptimizer):
 
 
 @contextmanager
-def _hide_gradients(chains: list[Ready]) -> Iterator[None]:
-    """Inside, parameters of these chains have no gradient, so the base optimizer leaves them alone."""
-    parameters = [p for chain in chains for p in chain.parameters]
+def _hide_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    """Inside, these have no gradient, so the base optimizer leaves them alone."""
     grads = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import _torch
@@ -15,9 +15,10 @@ from pathsgd.geometry.shared_weights import Shared, check_shared
 from pathsgd.graph.path_graph import PathGraph, traced_model
 from pathsgd.graph.trace import Example
 from pathsgd.optim.fused.dispatch import Choice, Dispatch, Ready, check_implementation
+from pathsgd.optim.fused.implementation import OptimizerState
 from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative.steps import RelativeSteps
-from pathsgd.optim.rule import Rule, State
+from pathsgd.optim.rule import GroupRule
 
 
 class PathOptimizer(Optimizer):
@@ -106,8 +107,9 @@ class PathOptimizer(Optimizer):
     def refresh(self) -> None:
         """Measures gamma anew at the next step.
 
-        Call it after writing weights in a way that torch does not count: through ``.data``, numpy, or one of
-        torch's fused optimizers on a CPU. Ordinary in-place writes are noticed. With several ranks call it on
+        Call it after writing weights in a way that torch does not count: through ``.data``, numpy, one of
+        torch's fused optimizers on a CPU, or the replay of a CUDA graph, if the next step is not in it.
+        Ordinary in-place writes are noticed. With several ranks call it on
         all of them.
         """
         self.gamma_cache.refresh()
@@ -124,16 +126,10 @@ class PathOptimizer(Optimizer):
                 if kept is not None:
                     self.state[parameter][key] = kept.detach().clone().to(parameter.device)
 
-    def _ready_chains(self, rules: dict[int, Rule], state_of: Callable[[Tensor], State]) -> list[Ready]:
-        """The chains that a fused implementation can move now, given the rules of parameters by id."""
-        if (
-            not rules
-            or self.gamma_cache.refresh_every > 1
-            or _torch.is_compiling()
-            or self.gamma_cache.sharded
-        ):
+    def _find_ready(self, groups: list[GroupRule], state: OptimizerState) -> list[Ready]:
+        """What fused implementations can move now of parameters that have a rule. Nothing is written yet."""
+        if not groups or _torch.is_compiling() or self.gamma_cache.sharded:
             return []
-        self.gamma_cache.check_identity()
         if self._dispatch is None:
-            self._dispatch = Dispatch(self.graph, self.gamma_cache.model, self.implementation)
-        return self._dispatch.ready(rules, state_of, self.gamma_cache.gammas)
+            self._dispatch = Dispatch(self.graph, self.gamma_cache, self.implementation)
+        return self._dispatch.ready(groups, state)

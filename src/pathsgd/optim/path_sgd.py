@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import defaults_to_foreach, use_grad_for_differentiable
+from pathsgd._torch import defaults_to_foreach, is_compiling, use_grad_for_differentiable
 from pathsgd.geometry.gamma import Gamma, check_p, take_roots
 from pathsgd.geometry.sharded import local_part, place_gradients
 from pathsgd.geometry.shared_weights import Shared
@@ -24,8 +24,10 @@ from pathsgd.optim.relative.steps import RelativeSteps
 from pathsgd.optim.relative.unit_scales import KEY as UNIT_SCALES
 from pathsgd.optim.rule import (
     Each,
+    GroupRule,
     Rate,
     Rule,
+    State,
     apply_momentum,
     apply_steps,
     gradients_to_z,
@@ -33,6 +35,9 @@ from pathsgd.optim.rule import (
     single_tensor,
 )
 from pathsgd.optim.step_limit import StepLimit, check_limit
+
+RULE = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
+"""The options of a group that are numbers of its rule."""
 
 
 class PathSGD(PathOptimizer):
@@ -229,15 +234,16 @@ class PathSGD(PathOptimizer):
         # gamma is that of the weights before the step.
         self.gamma_cache.before_step()
         params = [self._check_gradients(group) for group in self.param_groups]
-        chains = self._by_fused(params)
-        fused = {id(parameter) for chain in chains for parameter in chain.parameters}
-        parts = [
-            self._compute_steps(group, [p for p in own if id(p) not in fused])
-            for group, own in zip(self.param_groups, params, strict=True)
-        ]
+        ready = self._by_fused(params)
+        fused = {id(parameter) for part in ready for parameter in part.parameters}
+        parts = []
+        for group, own in zip(self.param_groups, params, strict=True):
+            rest = [p for p in own if id(p) not in fused]
+            if rest:
+                parts.append(self._compute_steps(group, rest))
         self._limit_steps(parts)
-        for chain in chains:
-            chain.step()
+        for fused_part in ready:
+            fused_part.step()
         for part in parts:
             apply_steps(part.params, part.us, part.gammas, part.rates, part.weight_decay, part.each)
         self.gamma_cache.after_step()
@@ -250,23 +256,36 @@ class PathSGD(PathOptimizer):
     def _check_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
-        place_gradients(params)
-        for parameter in params:
-            if parameter.grad.is_sparse:
-                raise RuntimeError("PathSGD does not support sparse gradients")
-            if parameter.is_complex():
-                raise RuntimeError("PathSGD does not support complex parameters")
+        if self.gamma_cache.sharded:
+            place_gradients(params)
+        if any(parameter.grad.is_sparse for parameter in params):
+            raise RuntimeError("PathSGD does not support sparse gradients")
+        if any(parameter.is_complex() for parameter in params):
+            raise RuntimeError("PathSGD does not support complex parameters")
         return params
 
     def _by_fused(self, params: list[list[Tensor]]) -> list[Ready]:
-        """The chains that a fused implementation moves, of these parameters of each group."""
-        rules: dict[int, Rule] = {}
-        names = ("lr", "momentum", "nesterov", "weight_decay", "maximize", "p")
+        """What fused implementations move, of these parameters of each group."""
+        # A limit looks at the steps of all groups together.
+        if is_compiling() or any(group["max_relative_step"] is not None for group in self.param_groups):
+            return []
+        groups = []
         for group, own in zip(self.param_groups, params, strict=True):
-            plain = group["foreach"] is None and not group["differentiable"]
-            if plain and group["max_relative_step"] is None:
-                rules.update(dict.fromkeys(map(id, own), Rule(**{name: group[name] for name in names})))
-        return self._ready_chains(rules, lambda parameter: (self._momentum_buffer(parameter),))
+            if own and group["foreach"] is None and not group["differentiable"]:
+                rule = Rule(**{name: group[name] for name in RULE})
+                ratio = group["fallback_ratio"]
+                if ratio == 1:
+                    groups.append(GroupRule(rule, own))
+                    continue
+                known = [self.gamma_cache.is_normalised(p) for p in own]
+                groups += [
+                    GroupRule(
+                        replace(rule, lr=lr), [p for p, k in zip(own, known, strict=True) if k == inside]
+                    )
+                    for inside, lr in ((True, rule.lr), (False, rule.lr * ratio))
+                    if inside in known
+                ]
+        return self._find_ready(groups, _MomentumState(self._momentum_buffer))
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -310,6 +329,22 @@ class PathSGD(PathOptimizer):
             for part in own:
                 for k, (u, factor) in enumerate(zip(part.us, factors, strict=False)):
                     part.us[k] = u if factor is None else u * factor
+
+
+@dataclass(frozen=True)
+class _MomentumState:
+    """See :class:`pathsgd.optim.fused.implementation.OptimizerState`."""
+
+    buffer: Callable[[Tensor], Tensor]
+
+    def tensors(self, parameter: Tensor) -> State:
+        return (self.buffer(parameter),)
+
+    def count(self, parameter: Tensor) -> Tensor:
+        raise NotImplementedError  # no step depends on its number
+
+    def count_next(self, rule: Rule, parameters: Sequence[Tensor]) -> list[Rule]:
+        return [rule for _ in parameters]
 
 
 @dataclass

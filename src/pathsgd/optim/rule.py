@@ -1,4 +1,4 @@
-"""The formula of a step in torch operations; fused/gpu/triton_kernels.py has it once more, in Triton.
+"""The formula of a step in torch operations; fused/gpu/triton_rule.py has it once more, in Triton.
 
 Path-SGD with momentum and decoupled decay, in the invariant coordinates ``z = w sqrt(gamma)``:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +63,15 @@ class Rule:
         return 0.0 if self.decay == "coupled" else self.weight_decay
 
     def is_compatible(self, other: Rule) -> bool:
-        """Whether both can move parts of one chain: groups may differ in lr, decay and step count."""
+        """Whether one kernel can move by both: groups may differ in lr, decay and step count."""
         return self is other or all(getattr(self, name) == getattr(other, name) for name in COMMON)
+
+
+class GroupRule(NamedTuple):
+    """Parameters that move by one rule."""
+
+    rule: Rule
+    parameters: list[Tensor]
 
 
 COMMON = ("method", "momentum", "nesterov", "betas", "eps", "lr_decay", "decay", "maximize", "p")

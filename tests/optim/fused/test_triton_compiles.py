@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 CODE = """
+import re
 import warnings
 
 warnings.simplefilter("ignore")  # Triton announces changes of its next version
@@ -14,8 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pathsgd.optim.fused.gpu.multi_tensor_kernel import BLOCK, TOGETHER, multi_tensor_kernel
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
-from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_rule import OPTIONS
 from pathsgd.optim.relative.gpu import kernels as relative
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
@@ -71,6 +74,16 @@ for low, case in (
     # Weights and gradients of two bytes are copied by four, which needs an alignment that is not told here.
     staged = made.metadata.shared >= ahead * block * (states + (2 if low == "fp32" else 0))
     assert staged or not constants["MOVE"], (case, made.metadata.shared)
+# Four entries at a time: weights, gradients, state and roots, or the second factor of the roots.
+for kind, name in enumerate(("plain", "outer", "strided")):
+    for method, tensors in enumerate((2, 3, 3, 4)):
+        constants = dict(KIND=kind, METHOD=method, NESTEROV=True, DECAY="live", MAXIMIZE=False, QUICK=True)
+        types = {n: "fp32" for n in multi_tensor_kernel.arg_names} | dict(table="*i64", tiles="*i32")
+        ptx = compiled(multi_tensor_kernel, types, constants, OPTIONS).asm["ptx"]
+        accesses = BLOCK.value // (32 * OPTIONS["num_warps"] * TOGETHER.value)
+        loads = len(re.findall(r"ld[.]global\\S*[.]v4[.]b32", ptx))
+        assert loads == (tensors + 1) * accesses * (name != "strided"), (name, method, loads)
+        assert ptx.count("st.global.v4.b32") == (tensors - 1) * accesses * (name != "strided"), (name, method)
 tensors = dict(parts="*fp32", inverse="*fp32", table="*i64", flag="*i32", low="fp32", high="fp32")
 compiled(finish_kernel, tensors, dict(P=2, BLOCK=128), OPTIONS)
 tensors = {

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_capturing
+from pathsgd._torch import Version, is_capturing, versions
 from pathsgd.geometry.gamma import Gammas
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import fit_frame
 from pathsgd.optim.fused.implementation import Implementation, LayerTensors
-from pathsgd.optim.gamma_cache import Version, versions
 
 
 class ChainStep:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pathsgd.geometry.gamma import Gammas
+from pathsgd._torch import is_capturing
 from pathsgd.graph.chains import Chain, Layer, chains
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.fused.blocked import Blocked
 from pathsgd.optim.fused.chain_step import ChainStep
-from pathsgd.optim.fused.implementation import Implementation, LayerTensors
-from pathsgd.optim.rule import Rule, State
+from pathsgd.optim.fused.implementation import Implementation, LayerTensors, OptimizerState
+from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.rule import GroupRule, Rule
+
+if TYPE_CHECKING:
+    from pathsgd.optim.fused.gpu.multi_tensor import MultiTensorStep
 
 Choice = Literal["auto", "reference", "blocked", "triton"]
 Kind = Literal["blocked", "triton"]
@@ -41,9 +45,16 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class Ready(NamedTuple):
-    """A chain that can be moved."""
+class Ready(Protocol):
+    """Parameters that can be moved."""
 
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    def step(self) -> None: ...
+
+
+class ReadyChain(NamedTuple):
     chain: ChainStep
     layers: list[LayerTensors]
     parameters: list[Tensor]
@@ -52,28 +63,55 @@ class Ready(NamedTuple):
         self.chain.step(self.layers, self.parameters)
 
 
-class Dispatch:
-    """The chains of a model, each with the gammas it carries from step to step."""
+class ReadyTensors(NamedTuple):
+    tensors: MultiTensorStep
+    groups: list[GroupRule]
 
-    def __init__(self, graph: PathGraph, model: nn.Module, choice: Choice) -> None:
-        self.choice = choice
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.tensors.parameters
+
+    def step(self) -> None:
+        self.tensors.step(self.groups)
+
+
+class Dispatch:
+    """The fused implementations of a model: its chains, each with the gammas it carries from step to step,
+    and what is moved by gammas that were measured."""
+
+    def __init__(self, graph: PathGraph, gamma_cache: GammaCache, choice: Choice) -> None:
+        self.choice, self.gamma_cache = choice, gamma_cache
+        self.parameters: dict[str, Tensor] = dict(gamma_cache.model.named_parameters())
         self.chains = chains(graph)
         self.last_kinds: dict[int, Kind] = {}
         """Which implementation the last step gave to each parameter, by id."""
         self._chain_steps: dict[tuple[object, ...], ChainStep] = {}
+        self._tensors: MultiTensorStep | None = None
+        self._repeated: list[Tensor] = []
+        """What graphs that users captured copy to the device in every replay."""
 
-    def ready(
-        self,
-        rules: Mapping[int, Rule],
-        state_of: Callable[[Tensor], State],
-        measure: Callable[[float], Gammas],
-    ) -> list[Ready]:
-        """The chains all of whose parameters have a rule (by id) compatible with the others', each with the
-        gammas of its weights. ``measure`` gives those at one p to a chain that does not carry them. Nothing
-        is written yet."""
-        found = []
+    def ready(self, groups: Sequence[GroupRule], state: OptimizerState) -> list[Ready]:
+        """What can be moved of these parameters, each with the gammas of its weights."""
         self.last_kinds = {}
+        found: list[Ready] = []
+        if self.chains and self.gamma_cache.refresh_every == 1:
+            self.gamma_cache.check_identity()
+            found += self._ready_chains(groups, state)
+            groups = [
+                GroupRule(rule, [p for p in own if id(p) not in self.last_kinds]) for rule, own in groups
+            ]
+        tensors = self._ready_tensors([group for group in groups if group.parameters], state)
+        if tensors is not None:
+            found.append(tensors)
+            self.last_kinds.update(dict.fromkeys(map(id, tensors.parameters), "triton"))
+        return found
+
+    def _ready_chains(self, groups: Sequence[GroupRule], state: OptimizerState) -> Iterator[ReadyChain]:
+        """The chains all of whose parameters have rules compatible with each other."""
+        rules = {
+            id(p): rule for group in groups
+            for p, rule in zip(group.parameters, state.count_next(*group), strict=True)
+        }  # fmt: skip
         for chain in self.chains:
             names = [n for layer in chain for n in (layer.weight, layer.bias) if n is not None]
             tensors = [self.parameters[name] for name in names]
@@ -82,16 +120,43 @@ class Dispatch:
                 continue
             if not all(rule.is_compatible(own[0]) for rule in own):
                 continue
-            layers = [self._tensors(layer, rules, state_of) for layer in chain]
+            layers = [self._layer_tensors(layer, rules, state) for layer in chain]
             kind = choose(self.choice, layers)
             if kind is None:
                 continue
             step = self._chain_step(chain, layers, kind)
-            if not step.carries(tensors) and not step.start(measure(own[0].p), layers, tensors):
-                continue
-            found.append(Ready(step, layers, tensors))
-            self.last_kinds.update(dict.fromkeys(map(id, tensors), kind))
-        return found
+            if step.carries(tensors) or step.start(self.gamma_cache.gammas(own[0].p), layers, tensors):
+                self.last_kinds.update(dict.fromkeys(map(id, tensors), kind))
+                yield ReadyChain(step, layers, tensors)
+
+    def _ready_tensors(self, groups: list[GroupRule], state: OptimizerState) -> ReadyTensors | None:
+        """All of these parameters by their measured gammas, if the kernel knows their rules and layouts."""
+        if not groups or not _uses_triton(self.choice, groups[0].parameters[0]):
+            return None
+        rule = groups[0].rule
+        if not all(group.rule.is_compatible(rule) for group in groups):
+            return None
+        parameters = [p for group in groups for p in group.parameters]
+        if any(p.dtype is not torch.float32 for p in parameters):
+            return None
+        states = [state.tensors(p) for p in parameters] if rule.state_count else [()] * len(parameters)
+        if rule.method != "sgd":
+            states = [(*own, state.count(p)) for own, p in zip(states, parameters, strict=True)]
+        gammas = self.gamma_cache.gammas(rule.p)
+        if gammas.exponents:
+            return None
+        if self._tensors is not None and self._tensors.fits(groups, states, gammas):
+            return ReadyTensors(self._tensors, groups)
+        from pathsgd.optim.fused.gpu.multi_tensor import MultiTensorStep, NotStrided
+
+        own = self.gamma_cache.gammas_of(parameters, rule.p)
+        try:
+            tensors = MultiTensorStep(groups, states, gammas, own, self._tensors, self._repeated)
+        except NotStrided:
+            return None
+        if not is_capturing():  # what was made during a capture lies in memory of the graph
+            self._tensors = tensors
+        return ReadyTensors(tensors, groups)
 
     def forget(self) -> None:
         """Drops the carried gammas: the weights were written in a way that does not show."""
@@ -105,19 +170,17 @@ class Dispatch:
             self._chain_steps[key] = ChainStep(chain, make(kind, chain, p, weight))
         return self._chain_steps[key]
 
-    def _tensors(
-        self, layer: Layer, rules: Mapping[int, Rule], state_of: Callable[[Tensor], State]
-    ) -> LayerTensors:
+    def _layer_tensors(self, layer: Layer, rules: Mapping[int, Rule], state: OptimizerState) -> LayerTensors:
         weight = self.parameters[layer.weight]
         bias = None if layer.bias is None else self.parameters[layer.bias]
         rule = rules[id(weight)]
         bias_rule = rule if bias is None else rules[id(bias)]
         assert weight.grad is not None
-        state = state_of if rule.state_count else lambda _: ()
+        kept = state.tensors if rule.state_count else lambda _: ()
         if bias is None:
-            return LayerTensors(rule, bias_rule, weight, weight.grad, state(weight))
+            return LayerTensors(rule, bias_rule, weight, weight.grad, kept(weight))
         return LayerTensors(
-            rule, bias_rule, weight, weight.grad, state(weight), bias, bias.grad, state(bias),
+            rule, bias_rule, weight, weight.grad, kept(weight), bias, bias.grad, kept(bias),
         )  # fmt: skip
 
 
@@ -135,6 +198,12 @@ def choose(choice: Choice, layers: Sequence[LayerTensors]) -> Kind | None:
         fits = first.dtype in (torch.float32, *LOW_PRECISION) and all(t.is_contiguous() for t in biases)
         return "triton" if fits else None
     return "blocked" if first.device.type == "cpu" else None
+
+
+def _uses_triton(choice: Choice, parameter: Tensor) -> bool:
+    on_gpu = parameter.is_cuda and has_triton()
+    interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return choice in ("auto", "triton") and (on_gpu or interpreted)
 
 
 def make(kind: Kind, chain: Chain, p: int, like: Tensor) -> Implementation:

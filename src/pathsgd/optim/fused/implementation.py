@@ -46,6 +46,19 @@ class LayerTensors:
         return self.weight.shape[1]
 
 
+class OptimizerState(Protocol):
+    """What an optimizer keeps for its parameters."""
+
+    def tensors(self, parameter: Tensor) -> State:
+        """The state of a parameter in the order of its rule; made at its first step."""
+
+    def count(self, parameter: Tensor) -> Tensor:
+        """The number of its steps, on its device; for rules that have a step."""
+
+    def count_next(self, rule: Rule, parameters: Sequence[Tensor]) -> list[Rule]:
+        """The rule of each parameter's next step."""
+
+
 Launch = Callable[[Sequence[LayerTensors]], None]
 """Calls ``update``, ``sum_powers`` and ``finish`` for all layers of a step."""
 

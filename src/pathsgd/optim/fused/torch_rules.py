@@ -5,7 +5,8 @@ State has torch's names, shapes and devices, so one step may be fused and the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 """What is kept for a parameter. A subclass may do anything, so only these very classes count."""
 
 
-def rule_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, p: float) -> Rule | None:
-    """What the next step of this optimizer does to a parameter; None if there is no rule for it."""
+def rule_of(optimizer: Optimizer, group: dict[str, Any], p: float) -> Rule | None:
+    """What steps of this optimizer do to a group's parameters; None if there is no rule for it."""
     if type(optimizer) not in STATES or group.get("differentiable"):
         return None
     common: dict[str, Any] = {
@@ -40,24 +41,15 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, p: f
         # Without momentum the decay of h is a decay of w, wherever a path passes.
         decay: Decay = "coupled" if group["momentum"] else "live"
         return Rule(momentum=group["momentum"], nesterov=group["nesterov"], decay=decay, **common)
-    step = _next_step(optimizer.state[parameter].get("step", 0.0))
     if isinstance(optimizer, Adagrad):
-        return Rule(
-            method="adagrad",
-            eps=group["eps"],
-            lr_decay=group["lr_decay"],
-            step=step,
-            decay="coupled",
-            **common,
-        )
+        return Rule(method="adagrad", eps=group["eps"], lr_decay=group["lr_decay"], decay="coupled", **common)
     betas = group["betas"]
     if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in betas):
         return None
     decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
     return Rule(
-        method="adam", betas=betas, eps=group["eps"], step=step, decay="live" if decoupled else "coupled",
-        **common,
-    )  # fmt: skip
+        method="adam", betas=betas, eps=group["eps"], decay="live" if decoupled else "coupled", **common
+    )
 
 
 def _next_step(count: float | Tensor) -> float | Tensor:
@@ -84,8 +76,29 @@ def make_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
             state[name] = torch.zeros_like(parameter)
 
 
-def state_of(optimizer: Optimizer, parameter: Tensor) -> State:
-    return tuple(optimizer.state[parameter][name] for name in STATES[type(optimizer)])
+class TorchState:
+    """See :class:`pathsgd.optim.fused.implementation.OptimizerState`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state, self.names = optimizer.state, STATES.get(type(optimizer), ())
+
+    def tensors(self, parameter: Tensor) -> State:
+        own = self.state[parameter]
+        return tuple([own[name] for name in self.names])
+
+    def count(self, parameter: Tensor) -> Tensor:
+        """Moved to its device, where kernels read it; not into a graph that is being captured."""
+        own = self.state[parameter]
+        if own["step"].device != parameter.device and not _torch.is_capturing():
+            own["step"] = own["step"].to(parameter.device)
+        return own["step"]
+
+    def count_next(self, rule: Rule, parameters: Sequence[Tensor]) -> list[Rule]:
+        if rule.method == "sgd":
+            return [rule for _ in parameters]
+        steps = [_next_step(self.state[parameter]["step"]) for parameter in parameters]
+        made = {step: replace(rule, step=step) for step in {*steps}}
+        return [made[step] for step in steps]
 
 
 def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

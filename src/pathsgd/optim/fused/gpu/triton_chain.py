@@ -7,7 +7,6 @@ Everything stays on the device, at fixed addresses, so a step can be captured in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -19,19 +18,17 @@ from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.recorded_steps import RecordedSteps
-from pathsgd.optim.fused.gpu.triton_kernels import OPTIONS, OUT_AT_ONCE, finish_kernel, layer_kernel
+from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, layer_kernel
 from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
+from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.on_device import on_device
-from pathsgd.optim.rule import Rule
 
 ROWS = {0: 8, 1: 4, 2: 4}
 """Rows of a block, by the numbers of state for a weight: the fastest on an H200. Sums without an update take
 as many, so that they are added up in the same order."""
 LARGE = 160 * 1024
 """Bytes of shared memory that hold three pipeline stages of two programs, as on an A100; else two."""
-QUICK_FROM = 2.0**-34
-"""The eps from which an approximate quotient is as good as an exact one; torch's defaults are larger."""
 FINISH_BLOCK = 128
 """Entries of a vector that one program of finish_kernel handles."""
 
@@ -95,7 +92,6 @@ class TritonChain:
     def _launch(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
         rule, bias_rule, layout, frame = layer.rule, layer.bias_rule, self.layout, self.frame
         unused = self.parts  # for pointers that the kernel does not read
-        first, second = rule.betas
         lr, lr_on_device = self._numbers(rule.lr, bias_rule.lr)
         step, step_on_device = self._numbers(rule.step, bias_rule.step)
         gradient = layer.weight_grad if move else layer.weight
@@ -109,11 +105,10 @@ class TritonChain:
             self._into[k], layout.into[k].parts, self._out[k], layout.out[k].parts,
             self._into[k + 1] if into else unused, self._out[k - 1] if out else unused,
             layer.rows, layer.columns, layout.rows_each[k], *layer.weight.stride(), *gradient.stride(),
-            *lr, *step, rule.weight_decay, bias_rule.weight_decay, rule.momentum, rule.lr_decay,
-            first, 1 - first, _log(first), second, 1 - second, _log(second), rule.eps,
+            *lr, *step, rule.weight_decay, bias_rule.weight_decay, *find_numbers(rule),
             frame.root_factor(k), frame.bias_root_factor(k), frame.into_factor(k) if into else 1.0,
             frame.bias_factor(k) if into else 1.0, frame.out_factor(k) if out else 1.0,
-            LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=_method(rule),
+            LR_ON_DEVICE=lr_on_device, STEP_ON_DEVICE=step_on_device, MOVE=move, METHOD=find_method(rule),
             NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize, QUICK=rule.eps >= QUICK_FROM,
             BIAS=layer.bias is not None, INTO=into, OUT=out,
             OUT_ROUNDS=triton.cdiv(layout.out[k].parts, OUT_AT_ONCE.value) if out else 1, P=self.p,
@@ -156,15 +151,6 @@ class TritonChain:
             return int(self.flag) == 0
         self._seen.copy_(self.flag, non_blocking=True)  # so this may be a step old
         return int(self._seen) == 0
-
-
-def _method(rule: Rule) -> int:
-    """SGD, MOMENTUM, ADAGRAD or ADAM of triton_kernels.py."""
-    return {"sgd": rule.state_count, "adagrad": 2, "adam": 3}[rule.method]
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _processors(device: torch.device) -> int:

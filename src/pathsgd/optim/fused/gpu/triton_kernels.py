@@ -1,25 +1,17 @@
-"""The two kernels of a step. ``_update`` is the formula of optim/rule.py, or AdaGrad's, or Adam's.
+"""The two kernels of a chain's step, around the formula of triton_rule.py.
 
 ``layer_kernel``: a program walks down some rows of a strip of columns, updates the weights, sums their powers
 over the columns in registers, and writes these sums and each block's row sums to places of its own. Nothing
 is added atomically, so a step gives the same bits every time. ``finish_kernel`` adds up the parts.
-
-The kernels are compiled without contraction of products and sums (see OPTIONS): of ``a b + c d`` the compiler
-fuses either product, in one kernel this one and in the next that one, and gammas that were carried would not
-be those that are summed anew after a resume. What is to be fused is written as ``tl.fma``.
 """
 
 import triton
 import triton.language as tl
 
-SGD: tl.constexpr = tl.constexpr(0)
-MOMENTUM: tl.constexpr = tl.constexpr(1)
-ADAGRAD: tl.constexpr = tl.constexpr(2)
-ADAM: tl.constexpr = tl.constexpr(3)
+from pathsgd.optim.fused.gpu.triton_rule import find_rates, load_weights, store_weights, update
+
 OUT_AT_ONCE: tl.constexpr = tl.constexpr(64)
 """Parts of gamma_out that are loaded together."""
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Of the compiler, for every launch."""
 
 
 @triton.jit
@@ -37,92 +29,6 @@ def _read(value, pointer, ON_DEVICE: tl.constexpr):
     if ON_DEVICE:
         value = tl.load(pointer).to(tl.float32)
     return value
-
-
-@triton.jit
-def _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD: tl.constexpr):
-    """(learning rate, factor of sqrt(v), factor of the weight) of a step."""
-    rate, correction = lr, 1.0
-    if METHOD == ADAGRAD:
-        rate = lr / (1.0 + (step - 1.0) * lr_decay)
-    if METHOD == ADAM:
-        # In fp64, since 1 - beta^step cancels.
-        count = (step + lr * 0.0).to(tl.float64)
-        rate = lr / (1.0 - tl.exp(count * log_first)).to(tl.float32)
-        correction = 1.0 / tl.sqrt((1.0 - tl.exp(count * log_second)).to(tl.float32))
-    return rate, correction, 1.0 - lr * weight_decay
-
-
-@triton.jit
-def _divide_by_root(a, square, correction, eps, QUICK: tl.constexpr):
-    """``a / (sqrt(square) correction + eps)``.
-
-    QUICK takes a third of the instructions, which a GPU notices here, and is exact to a few units in the last
-    place. Its root takes subnormal squares for zero, of which nothing is left beside an eps that is not tiny.
-    """
-    if QUICK:
-        root = tl.rsqrt(tl.fma(tl.sqrt(square), correction, eps))
-        return a * root * root
-    return a / (tl.sqrt_rn(square) * correction + eps)
-
-
-@triton.jit
-def _update(
-    w, g, m, v, root, rate, correction, shrink, coupled, momentum, first, rest_first, second, rest_second,
-    eps, METHOD: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
-    QUICK: tl.constexpr,
-):  # fmt: skip
-    """(new weight, new state), given ``root = 1 / sqrt(gamma)``."""
-    h = g * root
-    if MAXIMIZE:
-        h = -h
-    live = root > 0
-    if DECAY == "coupled":
-        h += coupled * tl.where(live, w / tl.where(live, root, 1.0), 0.0)
-    if METHOD == MOMENTUM:
-        m = tl.fma(momentum, m, h)
-        if NESTEROV:
-            h = tl.fma(momentum, m, h)
-        else:
-            h = m
-    if METHOD == ADAGRAD:
-        m = tl.fma(h, h, m)
-        h = _divide_by_root(h, m, 1.0, eps, QUICK)
-    if METHOD == ADAM:
-        m = tl.fma(first, m, rest_first * h)
-        v = tl.fma(second, v, rest_second * (h * h))
-        h = _divide_by_root(m, v, correction, eps, QUICK)
-    if DECAY == "all":
-        w = w * shrink
-    if DECAY == "live":
-        w = w * tl.where(live, shrink, 1.0)
-    return tl.fma(-rate, h * root, w), m, v
-
-
-@triton.jit
-def _load(w_at, g_at, m_at, v_at, mask, METHOD: tl.constexpr):
-    """(weight, gradient, state) of weights or biases."""
-    w = tl.load(w_at, mask, 0.0)
-    # Gradients are not read again: the cache is better kept for the weights.
-    g = tl.load(g_at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-    m, v = g, g
-    if METHOD != SGD:
-        m = tl.load(m_at, mask, 0.0).to(tl.float32)
-    if METHOD == ADAM:
-        v = tl.load(v_at, mask, 0.0).to(tl.float32)
-    return w, g, m, v
-
-
-@triton.jit
-def _store(w_at, m_at, v_at, mask, w, m, v, METHOD: tl.constexpr):
-    """Stores weights and state; returns the weights as stored, which rounds them."""
-    if METHOD != SGD:
-        tl.store(m_at, m.to(m_at.dtype.element_ty), mask)
-    if METHOD == ADAM:
-        tl.store(v_at, v.to(v_at.dtype.element_ty), mask)
-    stored = w.to(w_at.dtype.element_ty)
-    tl.store(w_at, stored, mask)
-    return stored.to(tl.float32)
 
 
 @triton.jit
@@ -162,10 +68,10 @@ def layer_kernel(
     if MOVE:
         lr = _read(lr_value, lr_ptr, LR_ON_DEVICE)
         step = _read(step_value, step_ptr, STEP_ON_DEVICE)
-        rate, correction, shrink = _rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD)
+        rate, correction, shrink = find_rates(lr, step, weight_decay, lr_decay, log_first, log_second, METHOD)
         bias_lr = _read(bias_lr_value, bias_lr_ptr, LR_ON_DEVICE)
         bias_step = _read(bias_step_value, bias_step_ptr, STEP_ON_DEVICE)
-        bias_rate, bias_correction, bias_shrink = _rates(
+        bias_rate, bias_correction, bias_shrink = find_rates(
             bias_lr, bias_step, bias_weight_decay, lr_decay, log_first, log_second, METHOD
         )
         tail = tl.load(inverse_into + n, n_mask, 0.0)
@@ -188,10 +94,10 @@ def layer_kernel(
         if MOVE:
             state_at = r[:, None].to(tl.int64) * columns + n[None, :]
             g_at = g_ptr + r[:, None].to(tl.int64) * g_row + n[None, :].to(tl.int64) * g_column
-            w, g, m, v = _load(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
+            w, g, m, v = load_weights(w_at, g_at, m_ptr + state_at, v_ptr + state_at, mask, METHOD)
             head = tl.load(inverse_out + r, r_mask, 0.0)
             if BIAS:
-                bias, bias_g, bias_m, bias_v = _load(
+                bias, bias_g, bias_m, bias_v = load_weights(
                     bias_ptr + r, bias_g_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, METHOD
                 )
         else:
@@ -204,19 +110,19 @@ def layer_kernel(
             for k in tl.static_range(1, OUT_ROUNDS):
                 out += _sum_parts(next_out, k * OUT_AT_ONCE, next_out_parts, rows, r, r_mask, OUT_AT_ONCE)
         if MOVE:
-            w, m, v = _update(
+            w, m, v = update(
                 w.to(tl.float32), g, m, v, (head * root_factor)[:, None] * tail[None, :], rate, correction,
                 shrink, weight_decay, momentum, first, rest_first, second, rest_second, eps, METHOD,
                 NESTEROV, DECAY, MAXIMIZE, QUICK,
             )  # fmt: skip
-            w = _store(w_at, m_ptr + state_at, v_ptr + state_at, mask, w, m, v, METHOD)
+            w = store_weights(w_at, m_ptr + state_at, v_ptr + state_at, mask, w, m, v, METHOD)
             if BIAS:
-                bias, bias_m, bias_v = _update(
+                bias, bias_m, bias_v = update(
                     bias.to(tl.float32), bias_g, bias_m, bias_v, head * bias_root_factor, bias_rate,
                     bias_correction, bias_shrink, bias_weight_decay, momentum, first, rest_first, second,
                     rest_second, eps, METHOD, NESTEROV, DECAY, MAXIMIZE, QUICK,
                 )  # fmt: skip
-                bias = _store(
+                bias = store_weights(
                     bias_ptr + r, bias_m_ptr + r, bias_v_ptr + r, bias_mask, bias, bias_m, bias_v, METHOD
                 )
         edges = tl.where(mask, _power(w, P), 0.0)
