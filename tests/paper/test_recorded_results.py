@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pathsgd.paper import Progress, StudyResults, judge_claims, redraw, summarize_study
+from pathsgd.paper.executors.local import LocalExecutor
 from pathsgd.paper.run_queue import RunQueue
 from pathsgd.paper.training import run_loop
 
@@ -67,7 +68,7 @@ def test_its_runs_are_found_and_not_trained_again(recorded, monkeypatch):
         runs += choice.more_runs(results.study, data)[
             : len(results.finals[choice.cell]) - results.study.repeats
         ]
-    queue = RunQueue(out, {}, torch.device("cpu"), 1, run_loop.Checkpoints(), Progress())
+    queue = RunQueue(out, LocalExecutor({}, torch.device("cpu"), 1), run_loop.Checkpoints(), Progress())
     found = queue.train_all("final runs", runs)
     finished = tuple(f"{name}-" for name in results.study.datasets)
     recorded_finals = {p.name for p in (out / "runs").iterdir() if "-test-" in p.name}

@@ -20,13 +20,15 @@ from pathsgd.paper.analysis.study_tables import make_tables
 from pathsgd.paper.config import Run, Setup, Study, StudySetup
 from pathsgd.paper.data.dataset import Dataset, check_learnable, short_name
 from pathsgd.paper.data.load import load
+from pathsgd.paper.executors.executor import Executor
+from pathsgd.paper.executors.local import LocalExecutor
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.html_report import write_report
 from pathsgd.paper.optimizers import METHODS
 from pathsgd.paper.progress import Progress
 from pathsgd.paper.records.folder_lock import lock_folder
 from pathsgd.paper.records.json_files import encode, read_json, write_json
-from pathsgd.paper.records.manifest import add_manifest
+from pathsgd.paper.records.manifest import add_manifest, make_manifest
 from pathsgd.paper.records.run_folder import RunFolder, RunRecord
 from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults
 from pathsgd.paper.run_queue import RunQueue
@@ -77,10 +79,11 @@ def train(
     data = datasets[run.dataset]
     run = dataclasses.replace(run, data=DataInfo.of(data).checksum)
     with _open(out, datasets, run, [run.method], setup, progress, keep_checkpoints=True) as queue:
-        prepared = prepare_data(data, run, queue.device)
+        device = queue.executor.device
+        prepared = prepare_data(data, run, device)
         queue.progress.start_phase(METHODS[run.method].label, run.epochs)
         if find_record(run, queue.runs, queue.checkpoints) is None:
-            add_manifest(queue.runs / run.name / "manifest.json", queue.device)
+            add_manifest(queue.runs / run.name / "manifest.json", make_manifest(device))
         record = train_run(run, prepared, queue.runs, queue.progress.epoch, queue.checkpoints)
         queue.progress.run_ended(record)
     return record
@@ -99,7 +102,7 @@ def sweep(
     Args:
         study: What is compared; only its search runs are trained.
         out: The folder of the results.
-        setup: The device, the folder of the data, how often to save, runs at a time.
+        setup: The device, the folder of the data, how often to save, runs at a time, Ray.
         data: The data sets by their name in ``study.datasets``; those that are missing are loaded.
         progress: Callbacks.
 
@@ -129,7 +132,7 @@ def sweep(
     setup = setup or StudySetup()
     datasets = _load(study.datasets, setup, data)
     with _open(out, datasets, study, study.methods, setup, progress) as queue:
-        return search_step_sizes(study, _begin_study(study, queue, setup.replace), queue)
+        return search_step_sizes(study, _begin_study(study, datasets, queue, setup.replace), queue)
 
 
 def reproduce(
@@ -149,7 +152,7 @@ def reproduce(
     Args:
         study: What is compared; ``PRESETS["small"]`` takes minutes on a laptop.
         out: The folder of the results.
-        setup: The device, the folder of the data, how often to save, runs at a time.
+        setup: The device, the folder of the data, how often to save, runs at a time, Ray.
         data: The data sets by their name in ``study.datasets``; those that are missing are loaded.
         progress: Callbacks.
         figures: Whether to draw the figures and write the report, for which matplotlib and jinja2 are needed.
@@ -184,7 +187,7 @@ def reproduce(
         _require_drawing()
     datasets = _load(study.datasets, setup, data)
     with _open(out, datasets, study, study.methods, setup, progress) as queue:
-        infos = _begin_study(study, queue, setup.replace)
+        infos = _begin_study(study, datasets, queue, setup.replace)
         choices = search_step_sizes(study, infos, queue)
         finals = [run for c in choices for run in c.final_runs(study, infos[c.cell.dataset].checksum)]
         queue.train_all("final runs", finals)
@@ -200,7 +203,8 @@ def reproduce(
                 ],
             )
         queue.progress.message("timing a step")
-        cost = measure_step_cost(study, infos[study.datasets[0]], queue.device)
+        info = infos[study.datasets[0]]
+        cost = queue.executor.call(measure_step_cost, study, info, queue.executor.device)
         write_json(queue.out / "cost.json", dataclasses.asdict(cost))
         results = StudyResults.load(queue.out)
         _conclude(results, queue.progress, figures)
@@ -268,17 +272,9 @@ def _open(
     progress: Progress | None,
     keep_checkpoints: bool = False,
 ) -> Iterator[RunQueue]:
-    """Locks the folder and sets the machine up for networks of this size."""
+    """Locks the folder, and opens what trains networks of this size."""
     out, progress = Path(out), progress or Progress()
-    device = find_device(setup.device)
-    weights = max(count_weights(config, data) for data in datasets.values())
-    check_memory(device, weights)
-    lanes = setup.lanes if isinstance(setup, StudySetup) else None
-    if config.tf32 and (lanes or 1) > 1:
-        raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
-    alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
-    lanes = choose_lanes(device, weights, lanes, methods, alone)
-    with lock_folder(out):
+    with _open_executor(datasets, config, methods, setup) as executor, lock_folder(out):
         if setup.tensorboard:
             from pathsgd.paper.tensorboard import TensorBoardProgress
 
@@ -286,9 +282,34 @@ def _open(
         try:
             with report_out_of_memory():
                 checkpoints = Checkpoints(setup.checkpoint_seconds, keep_checkpoints)
-                yield RunQueue(out, datasets, device, lanes, checkpoints, progress)
+                yield RunQueue(out, executor, checkpoints, progress)
         finally:
             progress.close()
+
+
+@contextmanager
+def _open_executor(
+    datasets: Mapping[str, Dataset], config: Run | Study, methods: Sequence[str], setup: Setup
+) -> Iterator[Executor]:
+    weights = max(count_weights(config, data) for data in datasets.values())
+    lanes = setup.lanes if isinstance(setup, StudySetup) else None
+    if config.tf32 and (lanes or 1) > 1:
+        raise PathError("--tf32 is a setting of the whole process, which path methods change: --lanes 1")
+    alone = config.tf32 or config.net == "conv"  # whose activations take more memory than its weights
+    if isinstance(setup, StudySetup) and setup.executor == "ray":
+        try:
+            from pathsgd.paper.executors.ray import open_ray_executor
+        except ImportError as error:
+            raise PathError("--executor ray needs Ray: pip install 'pathsgd[ray]'") from error
+        with open_ray_executor(
+            setup.address, datasets, setup.device, weights, methods, lanes, alone
+        ) as executor:
+            yield executor
+        return
+    device = find_device(setup.device)
+    check_memory(device, weights)
+    lanes = choose_lanes(device, weights, lanes, methods, alone)
+    yield LocalExecutor(datasets, device, lanes)
 
 
 @contextmanager
@@ -305,14 +326,16 @@ def report_out_of_memory() -> Iterator[None]:
         raise PathError(f"out of memory: {text}; try smaller --hidden, or --lanes 1") from None
 
 
-def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, DataInfo]:
+def _begin_study(
+    study: Study, datasets: Mapping[str, Dataset], queue: RunQueue, replace: bool
+) -> dict[str, DataInfo]:
     """Checks that the study can be run, and writes its configuration into the folder."""
     for run in study.all_search_runs():
-        check_enough_points(queue.datasets[run.dataset], run)
+        check_enough_points(datasets[run.dataset], run)
     with torch.device("meta"):
-        for data in queue.datasets.values():
+        for data in datasets.values():
             make_network(study.net, data.shape, study.hidden, data.classes)
-    infos, out = {name: DataInfo.of(data) for name, data in queue.datasets.items()}, queue.out
+    infos, out = {name: DataInfo.of(data) for name, data in datasets.items()}, queue.out
     study_fields, data_fields = (
         dataclasses.asdict(study),
         {n: dataclasses.asdict(i) for n, i in infos.items()},

@@ -313,6 +313,19 @@ class StudySetup(Setup):
     """The same for a study of many runs."""
 
     lanes: int | None = None
-    """runs at a time; by default three on a GPU, small networks on a CPU one per core, at most 4"""
+    """runs at a time; by default three on a GPU, small networks on a CPU one per core, at most 4; with Ray on
+    each GPU, and on CPUs by default as many as it has"""
     replace: bool = False
     """let this study replace another in its folder"""
+    executor: Literal["local", "ray"] = "local"
+    """local: this process trains the runs; ray: each is a task on a Ray cluster, recorded by this process"""
+    address: str | None = None
+    """of the Ray cluster: HOST:PORT, or auto on one of its nodes; by default $RAY_ADDRESS, or a cluster that
+    is started on this machine"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.executor not in ("local", "ray"):
+            raise PathError(f"Invalid executor: {self.executor!r} (local or ray)")
+        if self.address is not None and self.executor != "ray":
+            raise PathError("--address is for --executor ray")

@@ -32,6 +32,7 @@ class Reproduce(StudyCommand):
       pathsgd reproduce --methods sgd adam path-sgd path-adam --repeats 1
       pathsgd reproduce --preset paper --dataset mnist cifar10 --device cuda --data-dir ~/data
       pathsgd reproduce --net conv --hidden 16 32 64 --dropout 0
+      pathsgd reproduce --preset paper --executor ray --address auto
     """
 
 

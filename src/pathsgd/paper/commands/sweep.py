@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_study(Sweep, arguments, "sweep")
     out = options.out or Path("pathsgd-sweep")
     progress = TerminalProgress(options.quiet or options.json)
-    choices = sweep(options.study.to_study(), out, options.setup, progress=progress)
+    # Ray prints a line when a worker dies, which must not end up in the JSON.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        choices = sweep(options.study.to_study(), out, options.setup, progress=progress)
     if options.json:
         print(json.dumps({"out": str(out), "choices": [choice.to_json() for choice in choices]}, indent=1))
     else:

@@ -22,9 +22,8 @@ PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "mat
 Manifest = dict[str, Any]
 
 
-def add_manifest(path: Path, device: torch.device) -> None:
-    """Adds this process to the list in a file, unless an equal one is there."""
-    own = _manifest(device)
+def add_manifest(path: Path, own: Manifest) -> None:
+    """Adds a process to the list in a file, unless an equal one is there."""
     found = read_manifests(path)
     if not any({**one, "written": own["written"]} == own for one in found):
         write_json(path, [*found, own])
@@ -38,7 +37,8 @@ def read_manifests(path: Path) -> list[Manifest]:
     return found
 
 
-def _manifest(device: torch.device) -> Manifest:
+def make_manifest(device: torch.device) -> Manifest:
+    """Of this process, which trains on this device."""
     return {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["pathsgd", *sys.argv[1:]]),

@@ -28,6 +28,8 @@ from pathsgd.paper.records.json_files import encode_line, read_json, read_lines,
 Status = Literal["done", "diverged", "stopped"]
 Metrics = dict[str, Any]
 """The epoch, and loss and error in training and on what is evaluated; None where they are not finite."""
+Saved = tuple[dict[str, Any], list[Metrics]]
+"""The state after some epoch, and the lines up to it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,32 @@ class RunRecord:
         return min(found, default=(1.0, 0))
 
 
+def encode_checkpoint(run: Run, lines: list[Metrics], state: dict[str, Any]) -> bytes:
+    """The file of a state after the last of these lines."""
+    content, epoch = io.BytesIO(), len(lines) - 1
+    torch.save({"epoch": epoch, "state": state, "seal": _seal(run, lines, state)}, content)
+    return content.getvalue()
+
+
+def decode_checkpoint(run: Run, content: bytes, lines: list[Metrics]) -> Saved | None:
+    """The state and the lines up to it; None if they are not what this run left."""
+    try:
+        # weights_only: reading a manipulated file runs no code.
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        epoch, state = int(found["epoch"]), found["state"]
+        before = lines[: epoch + 1]
+        sound = len(before) == epoch + 1 and found["seal"] == _seal(run, before, state)
+    except Exception:
+        return None  # the run starts again, and ends with the same numbers
+    return (state, before) if sound else None
+
+
+def _seal(run: Run, lines: list[Metrics], state: Any) -> str:
+    """A checksum that ties a checkpoint to its run, the lines before it and every bit of its state."""
+    head = f"{run.name} {len(lines) - 1} ".encode() + b"".join(map(encode_line, lines))
+    return checksum_state(head, state)
+
+
 class RunFolder:
     """The files of one run, below the folder ``runs``."""
 
@@ -90,36 +118,24 @@ class RunFolder:
         self.result.unlink(missing_ok=True)
         write_atomically(self.metrics, b"".join(map(encode_line, lines)))
 
-    def add_line(self, line: Metrics) -> None:
+    def add_lines(self, lines: list[Metrics]) -> None:
         with self.metrics.open("ab") as file:
-            file.write(encode_line(line))
+            file.write(b"".join(map(encode_line, lines)))
 
-    def save(self, epoch: int, state: dict[str, Any]) -> None:
-        content = io.BytesIO()
-        seal = self._seal(epoch, read_lines(self.metrics), state)
-        torch.save({"epoch": epoch, "state": state, "seal": seal}, content)
-        write_atomically(self.checkpoint, content.getvalue())
+    def save(self, checkpoint: bytes) -> None:
+        """Keeps what :func:`encode_checkpoint` made of the lines so far, in place of the last one."""
+        write_atomically(self.checkpoint, checkpoint)
 
-    def load(self) -> tuple[dict[str, Any], list[Metrics]] | None:
-        """The state of the checkpoint and the lines up to it; None without a sound checkpoint."""
+    def read_checkpoint(self) -> tuple[bytes, list[Metrics]] | None:
+        """The checkpoint as it is, sound or not, and all lines."""
         if not self.checkpoint.exists():
             return None
-        try:
-            # weights_only: reading a manipulated file runs no code.
-            found = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            epoch, state = int(found["epoch"]), found["state"]
-            lines = read_lines(self.metrics)[: epoch + 1]
-            sound = len(lines) == epoch + 1 and found["seal"] == self._seal(epoch, lines, state)
-        except OSError:
-            raise
-        except Exception:
-            return None  # the run starts again, and ends with the same numbers
-        return (state, lines) if sound else None
+        return self.checkpoint.read_bytes(), read_lines(self.metrics)
 
-    def _seal(self, epoch: int, lines: list[Metrics], state: Any) -> str:
-        """A checksum that ties a checkpoint to its run, the lines before it and every bit of its state."""
-        lines_before = b"".join(map(encode_line, lines[: epoch + 1]))
-        return checksum_state(f"{self.run.name} {epoch} ".encode() + lines_before, state)
+    def load(self) -> Saved | None:
+        """The state of the checkpoint and the lines up to it; None without a sound checkpoint."""
+        found = self.read_checkpoint()
+        return None if found is None else decode_checkpoint(self.run, *found)
 
     def end(self, status: Status, reason: str, seconds: float, keep_checkpoint: bool) -> None:
         digest = _digest(self.metrics.read_bytes(), status, reason)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from pathsgd.console.devices import allow_tf32
 from pathsgd.paper.config import Run
-from pathsgd.paper.records.run_folder import Metrics, RunFolder, RunRecord, Status
+from pathsgd.paper.records.recorder import Begun, Ended, Epoch, Event, OnEpoch, Recorder
+from pathsgd.paper.records.run_folder import (
+    Metrics,
+    RunFolder,
+    RunRecord,
+    Saved,
+    Status,
+    encode_checkpoint,
+)
 from pathsgd.paper.training.cuda_graph import use_own_streams
 from pathsgd.paper.training.trainer import LossAndError, Trainer
 from pathsgd.paper.training.training_data import TrainingData
 
 HOPELESS = 0.9
 """Of the error of guessing: a run that is not below it after its grace is stopped."""
-OnEpoch = Callable[[Run, Metrics], None]
 
 
 @dataclass(frozen=True)
@@ -47,45 +55,41 @@ def train_run(
     if found is not None:
         return found
     folder = RunFolder(runs, run)
+    recorder = Recorder(folder, on_epoch, checkpoints.keep)
+    with closing(train_epochs(run, data, folder.load(), checkpoints)) as events:
+        for event in events:
+            recorder.record(event)
+    return recorder.find_record()
+
+
+def train_epochs(
+    run: Run, data: TrainingData, saved: Saved | None, checkpoints: Checkpoints
+) -> Generator[Event]:
+    """Trains from the start, or from what was saved, to the end, and touches no file."""
     if data.train_x.is_cuda:
         allow_tf32(run.tf32)
     with use_own_streams(data.train_x.device) as capture_stream:
         start = time.monotonic()
         trainer = Trainer(run, data, capture_stream)
-        status, reason = _train_epochs(trainer, folder, on_epoch, checkpoints)
-        folder.end(status, reason, time.monotonic() - start, checkpoints.keep)
-    ended = folder.find_record()
-    assert ended is not None
-    return ended
-
-
-def _train_epochs(
-    trainer: Trainer, folder: RunFolder, on_epoch: OnEpoch, checkpoints: Checkpoints
-) -> tuple[Status, str]:
-    """How the run ended, and why."""
-    run, data = trainer.run, trainer.data
-    saved = folder.load()
-    if saved is None:
-        lines = [_metrics(run, 0, trainer.evaluate(data.train_x, data.train_y), trainer)]
-    else:
-        state, lines = saved
-        trainer.load_state_dict(state)
-    folder.begin(lines)
-    for line in lines:
-        on_epoch(run, line)
-    status, reason = _judge(run, lines, data.classes)
-    saved_at = time.monotonic()
-    while status is None:
-        line = _metrics(run, len(lines), trainer.train_epoch(), trainer)
-        lines.append(line)
-        folder.add_line(line)
-        on_epoch(run, line)
+        if saved is None:
+            lines = [_metrics(run, 0, trainer.evaluate(data.train_x, data.train_y), trainer)]
+        else:
+            state, lines = saved
+            trainer.load_state_dict(state)
+        yield Begun(list(lines))
+        saved_at = time.monotonic()
         status, reason = _judge(run, lines, data.classes)
-        due = time.monotonic() - saved_at >= checkpoints.seconds
-        if due or (status is not None and checkpoints.keep):
-            folder.save(len(lines) - 1, trainer.state_dict())
-            saved_at = time.monotonic()
-    return status, reason
+        while status is None:
+            lines.append(_metrics(run, len(lines), trainer.train_epoch(), trainer))
+            status, reason = _judge(run, lines, data.classes)
+            due = time.monotonic() - saved_at >= checkpoints.seconds
+            checkpoint = None
+            if due or (status is not None and checkpoints.keep):
+                checkpoint = encode_checkpoint(run, lines, trainer.state_dict())
+            yield Epoch(lines[-1], checkpoint)
+            if due:
+                saved_at = time.monotonic()
+        yield Ended(status, reason, time.monotonic() - start)
 
 
 def _metrics(run: Run, epoch: int, trained: LossAndError, trainer: Trainer) -> Metrics:
