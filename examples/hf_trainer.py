@@ -1,5 +1,5 @@
-"""Hugging Face Trainer: a small Llama, randomly initialised, on the bytes of a Python module, by PathMuon and by
-AdamW. Nothing is downloaded.
+"""Hugging Face Trainer: a small Llama, randomly initialised, on the bytes of a Python module, by PathMuon and
+by AdamW. Nothing is downloaded.
 
 python examples/hf_trainer.py
 """

@@ -35,7 +35,7 @@ class Digits(lightning.LightningModule):
         if self.optimizer == "PathMuon":
             # Only the shape of the example matters: it is fp32 here, and the weights are bf16.
             return pathsgd.PathMuon(self.net, torch.zeros(1, 1, 8, 8))
-        return torch.optim.AdamW(self.net.parameters(), lr=3e-2)
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
 
 data = load_digits()

@@ -1,7 +1,7 @@
 """peft: LoRA on a small Llama, by PathMuon and by AdamW. Nothing is downloaded.
 
-All weights are trained on the bytes of one Python module first; then LoRA, whose matrices B are zero at the start,
-adapts the model to another.
+All weights are trained on the bytes of one Python module first; then LoRA, whose matrices B are zero at the
+start, adapts the model to another.
 
 python examples/peft_lora.py
 """

@@ -8,22 +8,19 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd import Inputs, PathGraph, PathMuon
+from pathsgd import PathMuon
 
 
 def trainer_optimizer(
-    optimizer_class: Callable[..., Optimizer] = PathMuon,
-    example_input: Any | Inputs | PathGraph | None = None,
-    **options: Any,
+    optimizer_class: Callable[..., Optimizer] = PathMuon, example_input: Any = None, **options: Any
 ) -> tuple[type[_Factory], dict[str, Any]]:
     """What ``Trainer`` takes as ``optimizer_cls_and_kwargs``.
 
-    A class of torch there is called with parameters, which do not say what their paths are. What is returned
-    here is called with the model: after it was put on its device, once for each trial of a
-    hyperparameter search, and with FSDP, where ``Trainer`` refuses an optimizer that exists already.
+    An optimizer class given there is called with parameters, which do not say what their paths are. What is
+    returned here is called with the model: when training begins, so that ``model_init`` works too.
 
-    ``learning_rate`` and ``weight_decay`` of ``TrainingArguments`` are for the optimizers of ``Trainer``'s own
-    list and have no effect: name both here. Its schedule, by default linear to zero, acts on ``lr``.
+    ``learning_rate`` and ``weight_decay`` of ``TrainingArguments`` are not passed on: name both here. The
+    schedule, by default linear to zero, acts on ``lr`` as always.
 
     Args:
         optimizer_class: :class:`pathsgd.PathMuon`, :class:`pathsgd.PathAdam`, :class:`pathsgd.PathSGD` or
@@ -35,15 +32,17 @@ def trainer_optimizer(
         A pair for ``Trainer(..., optimizer_cls_and_kwargs=...)`` of transformers 5.3 or newer.
 
     Example:
-        >>> make, options = trainer_optimizer(lr=0.02)
-        >>> type(make()(nn.Linear(2, 3), **options)).__name__  # as Trainer does
+        >>> factory, options = trainer_optimizer(lr=0.02)
+        >>> type(factory()(nn.Linear(2, 3), **options)).__name__  # as Trainer does
         'PathMuon'
     """
     return _Factory, {"optimizer_class": optimizer_class, "example_input": example_input, **options}
 
 
 class _Factory:
-    """Trainer makes one of these and calls it with the model, as everything that is no torch optimizer."""
+    """What is no torch optimizer Trainer makes without arguments, and calls with the model."""
 
-    def __call__(self, model: nn.Module, *, optimizer_class: Callable[..., Optimizer], **options: Any) -> Any:
+    def __call__(
+        self, model: nn.Module, *, optimizer_class: Callable[..., Optimizer], **options: Any
+    ) -> Optimizer:
         return optimizer_class(model, **options)

@@ -13,13 +13,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 BOUNDS = {
     "plain_loop": 0.2,
-    "lightning_module": 0.2,
+    "lightning_module": 0.4,
     "accelerate_loop": 0.3,
-    "hf_trainer": 2.4,
-    "peft_lora": 2.75,
-    "torchtitan_style": 2.4,
+    "hf_trainer": 2.8,
+    "torchtitan_style": 2.6,
+    "peft_lora": 2.74,
 }
-"""The loss that PathMuon has to get below. Untrained it is 2.3 for digits and 5.5 for text, 2.81 before LoRA."""
+"""The loss that PathMuon has to get below: untrained it is 2.3 for digits, 5.5 for text, 2.76 before LoRA."""
 
 
 def run_example(name, folder):
@@ -54,6 +54,7 @@ def check_it_trains(name, folder):
     assert losses["PathMuon"] < BOUNDS[name]
     assert losses["AdamW"] > 0  # it is there to compare with
     assert list(folder.iterdir()) == []
+    return losses
 
 
 def test_plain_loop(tmp_path):
@@ -73,7 +74,8 @@ def test_accelerate(tmp_path):
 
 
 def test_peft(tmp_path):
-    check_it_trains("peft_lora", tmp_path)
+    losses = check_it_trains("peft_lora", tmp_path)
+    assert losses["PathMuon"] < losses["before"] - 0.04
 
 
 def test_fsdp2_by_torchrun(tmp_path):

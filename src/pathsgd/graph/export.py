@@ -30,9 +30,9 @@ def export_at_batch_one(
     _check_example(inputs, batch_dim)
     examples = [inputs, *_in_precision_of(model, inputs)]
     errors = []
-    for example in examples:
+    for args, kwargs in examples:
         try:
-            return _at_batch_one(model, *example, batch_dim)
+            return _at_batch_one(model, args, kwargs, batch_dim)
         except TraceError as error:
             errors.append(error)
     # Some models branch at random in training mode (stochastic depth), which export cannot follow.
@@ -40,9 +40,9 @@ def export_at_batch_one(
     for module in training:
         module.training = False
     try:
-        for example in examples if training else ():
+        for args, kwargs in examples if training else ():
             with contextlib.suppress(TraceError):
-                program, notes = _at_batch_one(model, *example, batch_dim)
+                program, notes = _at_batch_one(model, args, kwargs, batch_dim)
                 note = "it could not be traced in training mode, so this is what it computes in eval mode"
                 return program, [note, *notes]
     finally:
