@@ -1,5 +1,6 @@
 """FSDP2 as in torchtitan: a GPT is made on the meta device, sharded by block and then initialised. Gradients
-are clipped, lr follows a schedule, and halfway the training is saved by DCP and resumed. By PathMuon and by AdamW.
+are clipped, lr follows a schedule, and halfway the training is saved by DCP and resumed. By PathMuon and
+by AdamW.
 
 torchrun --nproc-per-node 2 examples/torchtitan_style.py
 """
