@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "dag": {"errors"},
     "functional": {"optim"},
     "__init__": {"errors", "graph", "geometry", "optim", "dag", "functional"},
+    "huggingface": {PUBLIC},
     "console": {"errors", "_torch", "functional", PUBLIC},
     "inspect": {"errors", "functional", "console", PUBLIC},
     "bench": {"errors", "functional", "console", PUBLIC},

@@ -244,6 +244,51 @@ def test_an_example_on_another_device_will_do():
     assert normalised(pathsgd.trace(model, torch.randn(1, 3))) == set(dict(model.named_parameters()))
 
 
+class Convolution(nn.Module):
+    """Rolls dice in training mode if it is told to, which export cannot follow."""
+
+    def __init__(self, dice=False):
+        super().__init__()
+        self.dice, self.a, self.b = dice, nn.Conv1d(1, 3, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        if self.dice and self.training and torch.rand([]) < 0.5:
+            x = 2 * x
+        return self.b(x.flatten(1))
+
+
+@pytest.mark.parametrize("dice", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_an_example_in_another_precision_will_do(dice, precision, other):
+    model, x = Convolution(dice).to(precision), torch.zeros(2, 1, 4)
+    assert str(pathsgd.trace(model, x.to(other))) == str(pathsgd.trace(model, x.to(precision)))
+
+
+def test_the_error_is_not_about_precision_if_that_was_not_all():
+    with pytest.raises(pathsgd.TraceError, match=r"'b' \(Linear\)"):
+        pathsgd.trace(Convolution().bfloat16(), torch.zeros(2, 1, 5))
+
+
+class TakesDouble(nn.Module):
+    """Casts by itself, and would not take an input that was cast before."""
+
+    def __init__(self):
+        super().__init__()
+        self.smooth, self.a = nn.Conv1d(1, 1, 3).double().requires_grad_(False), Convolution()
+        self.first = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.a(self.smooth(x).float() * self.first)
+
+
+def test_an_example_that_will_do_is_not_cast():
+    graph = pathsgd.trace(TakesDouble(), torch.zeros(2, 1, 6, dtype=torch.float64))
+    assert {"a.a.weight", "a.b.weight"} <= normalised(graph)
+
+
 def test_low_precision_models_are_measured_in_fp32():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 2))

@@ -26,26 +26,29 @@ def export_at_batch_one(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
 ) -> tuple[ExportedProgram, list[str]]:
     """The exported program, and what a reader of the report should know about it."""
-    args, kwargs = _on_device_of(model, (args, kwargs))
-    _check_example((args, kwargs), batch_dim)
-    try:
-        return _at_batch_one(model, args, kwargs, batch_dim)
-    except TraceError as error:
-        # Some models branch at random in training mode (stochastic depth), which export cannot follow.
-        training = [module for module in model.modules() if module.training]
-        if not training:
-            raise
-        for module in training:
-            module.training = False
+    inputs = _on_device_of(model, (args, kwargs))
+    _check_example(inputs, batch_dim)
+    examples = [inputs, *_in_precision_of(model, inputs)]
+    errors = []
+    for args, kwargs in examples:
         try:
+            return _at_batch_one(model, args, kwargs, batch_dim)
+        except TraceError as error:
+            errors.append(error)
+    # Some models branch at random in training mode (stochastic depth), which export cannot follow.
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        for args, kwargs in examples if training else ():
             with contextlib.suppress(TraceError):
                 program, notes = _at_batch_one(model, args, kwargs, batch_dim)
                 note = "it could not be traced in training mode, so this is what it computes in eval mode"
                 return program, [note, *notes]
-            raise error
-        finally:
-            for module in training:
-                module.training = True
+    finally:
+        for module in training:
+            module.training = True
+    raise errors[-1]  # an earlier one may be about nothing but precision
 
 
 def _at_batch_one(
@@ -94,6 +97,22 @@ def _on_device_of(model: nn.Module, inputs: Any) -> Any:
     """Only the shapes of an example matter, so one on another device is moved."""
     device = next(model.parameters()).device
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+
+
+def _in_precision_of(model: nn.Module, inputs: Any) -> list[Any]:
+    """The example in the precision of the model's first parameter; nothing if it is in that already.
+
+    To be tried only after the example as it is: a model may cast its inputs by itself.
+    """
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1)
+    dtype = next(floats, None)  # of 8 bits are quantised weights, which no input goes into as it is
+
+    def differs(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
+
+    if dtype is None or not any(map(differs, tree_leaves(inputs))):
+        return []
+    return [tree_map(lambda x: x.to(dtype) if differs(x) else x, inputs)]
 
 
 def _time_first(model: nn.Module) -> list[str]:
