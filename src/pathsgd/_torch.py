@@ -35,6 +35,11 @@ def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: 
     return getattr(torch, f"_foreach_{operation}")(tensors, *others, **options)
 
 
+# The kernels of torch.optim's fused forms: the functions around them take longer than a small tensor does.
+fused_adam: Callable[..., None] = torch._fused_adam_
+fused_adagrad: Callable[..., None] = torch._fused_adagrad_
+
+
 def is_compiling() -> bool:
     """Whether this very code is being traced by torch.compile.
 

@@ -18,46 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import PathMuon, PathSGD, trace
-from pathsgd.geometry.gamma import Gammas
-from pathsgd.geometry.passes import powered_network
 from pathsgd.optim import gamma_cache
 from pathsgd.optim.relative import steps
-
-
-class MeasureAgain:
-    used = 0
-
-    def __init__(self, graph, tensors, p, measure):
-        self.network = lambda: powered_network(graph, tensors, p)
-        self.measure, self.tensors, self.ahead = measure, tensors, None
-        self.found = self.replay()
-
-    def fits(self, tensors):
-        return all(tensors[name] is tensor for name, tensor in self.tensors.items())
-
-    @torch.no_grad()
-    def replay(self):
-        found = self.measure(self.network(), None)
-        if not isinstance(found, Gammas) or not hasattr(self, "found"):
-            return found
-        for name, gamma in self.found.items():  # in the same tensors, as a CUDA graph does
-            for into, out in zip(gamma.roots(), found[name].roots(), strict=True):
-                into[0].copy_(out[0])
-                into[1].copy_(out[1])
-        return self.found
-
-    def start(self):
-        self.ahead = self.replay()
-
-    def finish(self):
-        MeasureAgain.used += 1
-        return self.ahead
+from support.measure_again import MeasureAgain, capture_on_cpu
 
 
 @pytest.fixture(autouse=True)
 def captured_on_cpu(monkeypatch):
-    monkeypatch.setattr(gamma_cache, "CapturedMeasurement", MeasureAgain)
-    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: True)
+    capture_on_cpu(monkeypatch)
     monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
     monkeypatch.setattr(MeasureAgain, "used", 0)
 

@@ -1,27 +1,21 @@
-"""Whether a forward pass has written running statistics: torch does not count those writes, but batch norms
-count the batches they have seen."""
+"""Whether a forward pass that writes running statistics shows: torch does not count these writes, but batch
+norms count the batches they have seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection
 
 from torch import nn
 
-from pathsgd._torch import module_dicts
-
 COUNTING = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
-BATCHES = "num_batches_tracked"
 
 
-def find_counters(model: nn.Module, statistics: Iterable[str]) -> list[dict[str, Any]] | None:
-    """The buffers, one of them the number of batches, of the modules that have these statistics; None if one
-    of them may write them without counting."""
-    found = {}
-    for name in statistics:
-        module = model.get_submodule(name.rpartition(".")[0])
-        _, _, buffers = module_dicts(module)
-        if type(module).forward not in COUNTING or buffers.get(BATCHES) is None:
-            return None
-        found[id(module)] = buffers
-    return list(found.values())
+def are_counted(model: nn.Module, buffers: Collection[str]) -> bool:
+    """Whether no forward pass writes any of these without writing another of them in a way that shows."""
+
+    def is_counted(name: str) -> bool:
+        owner, _, _ = name.rpartition(".")
+        counter = f"{owner}.num_batches_tracked".lstrip(".")
+        return type(model.get_submodule(owner)).forward in COUNTING and counter in buffers
+
+    return all(map(is_counted, buffers))

@@ -22,7 +22,7 @@ from pathsgd.graph.path_graph import PathGraph, unwrap
 from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.backward_start import BackwardStart
-from pathsgd.optim.batch_counters import BATCHES, find_counters
+from pathsgd.optim.batch_counters import are_counted
 from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.lazy_graph import LazyGraph
@@ -116,7 +116,7 @@ class GammaCache:
         """What is being measured for the next step on a second stream, of tensors of these versions."""
         self._outside: list[Version] | None = None
         """The versions of the parameters after the last step; None if that one was captured."""
-        self._found_statistics: tuple[int, list[str], list[dict[str, Any]] | None] = 0, [], None
+        self._found_statistics: tuple[int, list[str], bool] = 0, [], True
         self._backward_start: BackwardStart | None = None
         self._backwards, self._usual_backwards = 0, 1
         """Backward passes since the last step, and before it."""
@@ -250,7 +250,7 @@ class GammaCache:
         """A backward pass has begun: unless the network is run once more before the step, its running
         statistics will be those of the step."""
         self._backwards += 1
-        if is_compiling() or self.refresh_every > 1 or self._statistics()[1] is None or _has_other_ranks():
+        if is_compiling() or self.refresh_every > 1 or not self._statistics()[1] or _has_other_ranks():
             return
         tensors = self._model_tensors.read(self.graph)
         if is_capturing():
@@ -289,10 +289,9 @@ class GammaCache:
         return nullcontext()
 
     def _find_versions(self, tensors: Tensors) -> list[Version]:
-        """Of parameters; then of running statistics, and of the numbers of batches they were taken of."""
-        names, counters = self._statistics()
+        """Of parameters, then of running statistics."""
+        names, _ = self._statistics()
         own = [tensors[name] for name in (*self.graph.parameters, *names)]
-        own += [buffers[BATCHES] for buffers in counters or ()]
         return versions(map(local_part, own) if self.sharded else own)
 
     def _read_by(self, measurement: Measurement[Any], now: list[Version]) -> list[Version]:
@@ -304,16 +303,15 @@ class GammaCache:
         count = None if self.refresh_every == 1 else len(self.graph.parameters)
         return now[:count] == self._versions[:count]
 
-    def _statistics(self) -> tuple[list[str], list[dict[str, Any]] | None]:
-        """The running statistics that gamma is measured from, and what counts their writes; None if not all
-        writes are counted."""
-        walks, names, counters = self._found_statistics
+    def _statistics(self) -> tuple[list[str], bool]:
+        """The running statistics that gamma is measured from, and whether their versions show all writes."""
+        walks, names, counted = self._found_statistics
         if walks != self._model_tensors.walks or not walks:
             tensors = self._model_tensors.read(self.graph)
             names = [name for name in tensors if name not in self.graph.parameters]
-            counters = find_counters(self.model, names)
-            self._found_statistics = self._model_tensors.walks, names, counters
-        return names, counters
+            counted = are_counted(self.model, names)
+            self._found_statistics = self._model_tensors.walks, names, counted
+        return names, counted
 
     def is_last_of_coordinates(self) -> bool:
         """Whether the step that is being taken is the last for what is cached."""
@@ -356,7 +354,7 @@ class GammaCache:
         gone = dict.fromkeys(("names", "_backward_start", "_forward_done", "_read"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
-            "_found_statistics": (0, [], None), "_identified": 0,
+            "_found_statistics": (0, [], True), "_identified": 0,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

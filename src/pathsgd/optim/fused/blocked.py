@@ -62,8 +62,8 @@ class Blocked:
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
         if layer.bias is not None and layer.bias_grad is not None:
-            root = self.roots(is_plain(layer.bias_rule)).bias[k]
-            update_(layer.bias, layer.bias_grad, layer.bias_state, root, layer.bias_rule)
+            root, rule = self.roots(is_plain(layer.bias_rule)).bias[k], layer.bias_rule
+            update_(layer.bias, layer.bias_grad, layer.bias_state, root, rule, all_live=self._all_live)
         self._pass(k, layer, into, out, move=True)
 
     def sum_powers(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:

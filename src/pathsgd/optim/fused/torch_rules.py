@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import _torch
@@ -111,17 +109,25 @@ def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 def step_from_zero_(z: Tensor, h: Tensor, state: State, rule: Rule) -> None:
     """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``z``, which is zero, and on the
     state: z becomes what it moves by."""
-    computed = [s.to(h.dtype) for s in state]
-    step = torch.tensor(float(rule.step) - 1)  # torch increments it
+    computed = [s if s.dtype == h.dtype else s.to(h.dtype) for s in state]
+    step = torch.tensor(float(rule.step))
     common: dict[str, Any] = {"lr": float(rule.lr), "weight_decay": 0.0, "eps": rule.eps, "maximize": False}
     if rule.method == "adagrad":
-        adagrad([z], [h], computed, [step], fused=True, lr_decay=rule.lr_decay, **common)
+        _torch.fused_adagrad([z], [h], computed, [step], lr_decay=rule.lr_decay, **common)
     else:
         first, second = rule.betas
-        adam(
-            [z], [h], computed[:1], computed[1:], [], [step], fused=True, amsgrad=False,
-            beta1=first, beta2=second, **common,
-        )  # fmt: skip
+        _torch.fused_adam(
+            [z],
+            [h],
+            computed[:1],
+            computed[1:],
+            [],
+            [step],
+            beta1=first,
+            beta2=second,
+            amsgrad=False,
+            **common,
+        )
     for kept, new in zip(state, computed, strict=True):
         if kept is not new:
             kept.copy_(new)
