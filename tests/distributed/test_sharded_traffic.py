@@ -151,7 +151,8 @@ def test_calls_are_those_that_the_tables_of_scale_are_made_of(mesh):
             optimizer = optimizer_of(model, graph)
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
-            with recorded(answer=True) as calls:
+            with recorded(answer=True) as calls, CommDebugMode() as others:
                 optimizer.step()
+            assert not others.get_total_counts()  # DTensor sends nothing by itself
             listed = scale.step_calls(shape, *mesh.shape, iterations=FIRST)
             assert Counter(calls) == sum((listed[name] for name in names), Counter()), optimizer_of

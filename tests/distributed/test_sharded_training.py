@@ -24,19 +24,18 @@ WITHIN = {FP32: 1e-6, FP64: 1e-9}
 FULLY_SHARDED_ON_TWO = [
     (Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 50), (Mlp, "PathSGD", FP32, 50),
     (Mlp, "PathNormalized", FP32, 50), (Mlp, "PathSGD, relative", FP64, 5), (Mlp, "PathSGD, p=1", FP32, 5),
-    (Convolutional, "PathMuon", FP64, 5), (Convolutional, "PathSGD", FP32, 10),
-    (Convolutional, "PathNormalized", FP64, 5), (networks.Transformer, "PathMuon", FP64, 4),
+    (Convolutional, "PathMuon", FP64, 5), (Convolutional, "PathAdam", FP32, 10),
+    (Convolutional, "PathSGD", FP32, 10), (Convolutional, "PathNormalized", FP64, 5), (networks.Transformer, "PathMuon", FP64, 4),
     (networks.Transformer, "PathAdam", FP64, 4), (networks.Transformer, "PathSGD", FP64, 4),
 ]  # fmt: skip
 FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 10), (Mlp, "PathSGD", FP32, 10)]
 TENSOR_PARALLEL = [
     (Feedforward, "PathMuon", FP64, 10), (Feedforward, "PathAdam", FP32, 50),
     (Feedforward, "PathSGD", FP32, 10), (Feedforward, "PathNormalized", FP32, 10),
-    (Decoder, "PathMuon", FP64, 3),
 ]  # fmt: skip
 ON_A_MESH = [
     (Feedforward, "PathMuon", FP64, 10), (Feedforward, "PathAdam", FP32, 10),
-    (Feedforward, "PathSGD", FP32, 50), (Decoder, "PathAdam", FP64, 3),
+    (Feedforward, "PathSGD", FP32, 50), (Decoder, "PathMuon", FP64, 2),
 ]  # fmt: skip
 
 
@@ -111,6 +110,9 @@ def assert_ranks_train_one_model(ranks, way, cases, shares):
             assert all(map(torch.equal, own, ranks[0][way][k][1])), case
             share = rank * shares // len(ranks)
             assert (own_losses[:, 0] - losses[:, -1 - share]).abs().max() <= WITHIN[dtype], case
+        if case[:3] == (Convolutional, "PathAdam", FP32):
+            # Before a batch norm <g, u> is rounding, by which the norm of the kernel grows; nothing else does.
+            own, weights = ([kernel / kernel.norm(), *rest] for kernel, *rest in (own, weights))
         for a, b in zip(own, weights, strict=True):
             assert (a - b).abs().max() <= WITHIN[dtype], case
 
