@@ -25,8 +25,9 @@ FULLY_SHARDED_ON_TWO = [
     (Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 50), (Mlp, "PathSGD", FP32, 50),
     (Mlp, "PathNormalized", FP32, 50), (Mlp, "PathSGD, relative", FP64, 5), (Mlp, "PathSGD, p=1", FP32, 5),
     (Convolutional, "PathMuon", FP64, 5), (Convolutional, "PathAdam", FP32, 10),
-    (Convolutional, "PathSGD", FP32, 10), (Convolutional, "PathNormalized", FP64, 5), (networks.Transformer, "PathMuon", FP64, 4),
-    (networks.Transformer, "PathAdam", FP64, 4), (networks.Transformer, "PathSGD", FP64, 4),
+    (Convolutional, "PathSGD", FP32, 10), (Convolutional, "PathNormalized", FP64, 5),
+    (networks.Transformer, "PathMuon", FP64, 4), (networks.Transformer, "PathAdam", FP64, 4),
+    (networks.Transformer, "PathSGD", FP64, 4),
 ]  # fmt: skip
 FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 10), (Mlp, "PathSGD", FP32, 10)]
 TENSOR_PARALLEL = [
@@ -111,7 +112,7 @@ def assert_ranks_train_one_model(ranks, way, cases, shares):
             share = rank * shares // len(ranks)
             assert (own_losses[:, 0] - losses[:, -1 - share]).abs().max() <= WITHIN[dtype], case
         if case[:3] == (Convolutional, "PathAdam", FP32):
-            # Before a batch norm <g, u> is rounding, by which the norm of the kernel grows; nothing else does.
+            # Before a batch norm <g, u> is rounding, by which the norm of the kernel grows.
             own, weights = ([kernel / kernel.norm(), *rest] for kernel, *rest in (own, weights))
         for a, b in zip(own, weights, strict=True):
             assert (a - b).abs().max() <= WITHIN[dtype], case
