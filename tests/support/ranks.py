@@ -67,7 +67,7 @@ class _Server:
     def ask(self, **request):
         print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
-        assert answer == "done\n", answer and json.loads(answer)
+        assert answer == "done\n", json.loads(answer) if answer else "the process that forks has died"
 
 
 _server = functools.cache(_Server)
@@ -108,13 +108,15 @@ def _load(file):
 
 def _run(file, name, world, arguments, kill_at, folder):
     """Whether it failed."""
-    function, end = functools.partial(getattr(_load(file), name), *arguments), time.monotonic() + SECONDS
+    function = functools.partial(getattr(_load(file), name), *arguments)
+    end = time.monotonic() + SECONDS
     for life, path in enumerate([*kill_at, None]):
         ranks = [_start(function, rank, world, folder, f"{folder}/store{life}") for rank in range(world)]
         if path is None:
             return any(_wait(ranks, end).values())
-        _kill(ranks[-1], path)
-        assert os.WIFSIGNALED(_wait(ranks, end)[ranks[-1]])
+        _wait_for(path, end)
+        os.kill(ranks[-1], signal.SIGKILL)
+        assert os.WIFSIGNALED(_wait(ranks, end)[ranks[-1]]), "it had come to its end"
     return None
 
 
@@ -135,29 +137,27 @@ def _start(function, rank, world, folder, store):
         os._exit(status)
 
 
-def _kill(rank, path):
-    """Once the file is there, at some moment of what comes then."""
-    while not Path(path).exists():
+def _wait_for(path, end):
+    """For the file, and some moments more; not if a rank has failed."""
+    look = os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not Path(path).exists() and os.waitid(*look) is None and time.monotonic() < end:
         time.sleep(0.001)
-        child, _ = os.waitpid(-1, os.WNOHANG)
-        assert child == 0, f"a rank ended before there was {path}"
     time.sleep(random.uniform(0, 0.02))
-    os.kill(rank, signal.SIGKILL)
 
 
 def _wait(ranks, end):
     """For all to end; the status of each. Those that would wait for one that failed are ended, too."""
     left, statuses = set(ranks), {}
-    while left:
+    while left and not any(statuses.values()) and time.monotonic() < end:
         child, statuses[child] = os.waitpid(-1, os.WNOHANG)
         left.discard(child)
         if child == 0:
             time.sleep(0.002)
-        if statuses[child] or time.monotonic() > end:
-            for other in left:
-                os.kill(other, signal.SIGKILL)
-                statuses[other] = os.waitpid(other, 0)[1]
-            break
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+        statuses[rank] = os.waitpid(rank, 0)[1]
+    if time.monotonic() > end:
+        print(f"not done after {SECONDS} seconds")
     return statuses
 
 
