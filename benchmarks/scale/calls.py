@@ -1,6 +1,6 @@
 """Every call of torch.distributed that a relative step makes, listed by :func:`step_calls`.
 
-``tests/distributed/test_sharded_relative.py`` compares the list with the calls of real ranks, one by one.
+``tests/distributed/test_sharded_traffic.py`` compares the list with the calls of rank 0, one by one.
 """
 
 from __future__ import annotations

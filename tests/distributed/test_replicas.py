@@ -19,7 +19,7 @@ from support.ranks import run_on_ranks
 
 STEPS = 6
 WORLD = 2
-EXAMPLE = torch.zeros(1, 3, 8, 8)
+EXAMPLE = torch.zeros(1, 3, 4, 4)
 
 OPTIMIZERS = {
     "PathSGD": lambda m, g: PathSGD(m, g, lr=1e-3, momentum=0.9, weight_decay=0.1),
@@ -30,6 +30,8 @@ OPTIMIZERS = {
     "PathMuon": lambda m, g: PathMuon(m, g, lr=1e-2),
 }
 WITHOUT_STATISTICS = {"PathAdam", "PathMuon"}
+LONG = {"PathSGD": 50, "AdamW": 50, "PathAdam": 50, "PathMuon": 50}
+"""Steps, if more than usual."""
 
 
 class Residual(nn.Module):
@@ -55,7 +57,7 @@ def make():
 def batch(step, rank):
     """A rank's own data: the scale differs from rank to rank, as statistics then do."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x = (1 + 2 * rank) * torch.randn(4, 3, 8, 8, generator=generator) + rank
+    x = (1 + 2 * rank) * torch.randn(4, 3, 4, 4, generator=generator) + rank
     return x, torch.randint(5, (4,), generator=generator)
 
 
@@ -84,12 +86,15 @@ def counted_broadcasts():
         dist.broadcast = original
 
 
-def train(ddp, optimizer, before_step=lambda step: None):
-    for step in range(STEPS):
+def train(ddp, optimizer, before_step=lambda step: None, steps=STEPS):
+    losses = []
+    for step in range(steps):
         optimizer.zero_grad()
-        loss_of(ddp, step, dist.get_rank()).backward()
+        losses.append(loss_of(ddp, step, dist.get_rank()))
+        losses[-1].backward()
         before_step(step)
         optimizer.step()
+    return torch.stack(losses).detach()
 
 
 def train_every_optimizer():
@@ -99,37 +104,82 @@ def train_every_optimizer():
         ddp = DistributedDataParallel(model)
         optimizer = optimizer_of(ddp, graph)
         with counted_broadcasts() as calls:
-            train(ddp, optimizer)
+            losses = train(ddp, optimizer, steps=LONG.get(name, STEPS))
         assert all(group is ddp.process_group for _, group in calls)
-        found[name] = weights(model), [b.clone() for b in model.buffers()], [size for size, _ in calls]
+        buffers = [b.clone() for b in model.buffers()]
+        found[name] = losses, weights(model), buffers, [size for size, _ in calls]
     return found
 
 
-def train_in_one_process(optimizer_of, graph):
+def train_in_one_process(optimizer_of, graph, steps, ranks=WORLD):
     """The same training: gradients are averaged, and buffers are rank 0's."""
-    model = make()
+    model, losses = make(), []
     optimizer = optimizer_of(model, graph)
-    for step in range(STEPS):
+    for step in range(steps):
         buffers = copy.deepcopy(dict(model.named_buffers()))
         optimizer.zero_grad()
-        for rank in reversed(range(WORLD)):
+        for rank in reversed(range(ranks)):
             model.load_state_dict(buffers, strict=False)
-            (loss_of(model, step, rank) / WORLD).backward()
+            losses.append(loss_of(model, step, rank))
+            (losses[-1] / ranks).backward()
         optimizer.step()
-    return weights(model)
+    return torch.stack(losses).detach().view(steps, ranks).flip(1), weights(model)
 
 
 def test_replicas_are_equal_and_are_what_one_process_trains():
-    first, second = run_on_ranks(train_every_optimizer, WORLD)
+    """To the last bit, in fp32: a sum of two does not depend on their order."""
+    ranks = run_on_ranks(train_every_optimizer, WORLD)
     graph = pathsgd.trace(make(), EXAMPLE)
     statistics = sum(b.numel() for b in make().buffers() if b.dim() == 1)
     for name, optimizer_of in OPTIMIZERS.items():
-        moved, buffers, sizes = first[name]
-        others, others_buffers, _ = second[name]
-        assert all(map(torch.equal, moved, others)), name
-        assert not all(map(torch.equal, buffers, others_buffers))
-        assert sizes == ([] if name in WITHOUT_STATISTICS else [statistics] * STEPS), name
-        assert all(map(torch.equal, moved, train_in_one_process(optimizer_of, graph))), name
+        steps = LONG.get(name, STEPS)
+        losses, expected = train_in_one_process(optimizer_of, graph, steps)
+        for rank, found in enumerate(ranks):
+            own_losses, moved, _, sizes = found[name]
+            assert all(map(torch.equal, moved, expected)), name
+            assert torch.equal(own_losses, losses[:, rank]), name
+            assert sizes == ([] if name in WITHOUT_STATISTICS else [statistics] * steps), name
+        (_, _, buffers, _), (_, _, others, _) = (found[name] for found in ranks)
+        assert not all(map(torch.equal, buffers, others))
+
+
+ON_FOUR = ("PathSGD", "PathAdam")
+
+
+def add_up_in_order(group, bucket):
+    """A hook of DDP: the gradients of the last rank first. gloo adds up those of four in an order that
+    differs from entry to entry, and rounding in another order is all that one process would differ by."""
+    ranks = dist.get_world_size(group)
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(ranks)]
+    done = dist.all_gather(parts, bucket.buffer() / ranks, group=group, async_op=True).get_future()
+
+    def add(_):
+        total = parts[-1]
+        for part in reversed(parts[:-1]):
+            total = total + part
+        return total
+
+    return done.then(add)
+
+
+def train_on_four():
+    graph, found = pathsgd.trace(make(), EXAMPLE), {}
+    for name in ON_FOUR:
+        ddp = DistributedDataParallel(model := make())
+        ddp.register_comm_hook(ddp.process_group, add_up_in_order)
+        found[name] = train(ddp, OPTIMIZERS[name](ddp, graph), steps=LONG[name]), weights(model)
+    return found
+
+
+def test_four_replicas_are_what_one_process_trains():
+    """To the last bit, too, where both add up in the same order."""
+    graph, ranks = pathsgd.trace(make(), EXAMPLE), run_on_ranks(train_on_four, 4)
+    for name in ON_FOUR:
+        losses, expected = train_in_one_process(OPTIMIZERS[name], graph, LONG[name], 4)
+        for rank, found in enumerate(ranks):
+            own_losses, moved = found[name]
+            assert all(map(torch.equal, moved, expected)), name
+            assert torch.equal(own_losses, losses[:, rank]), name
 
 
 def train_in_every_way(graph):

@@ -1,0 +1,187 @@
+"""Small networks to be sharded, their batches, and training them on ranks or in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import pathsgd
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+
+OPTIMIZERS = {
+    "PathMuon": lambda m, g: PathMuon(m, g, lr=0.02, weight_decay=0.1),
+    "PathAdam": lambda m, g: PathAdam(m, g, lr=0.02, weight_decay=0.1),
+    "PathSGD, relative": lambda m, g: PathSGD(m, g, lr=0.02, momentum=0.9, relative=True),
+    "PathSGD": lambda m, g: PathSGD(m, g, lr=1e-3, momentum=0.9, weight_decay=0.1),
+    "PathSGD, p=1": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.9, nesterov=True, p=1, refresh_every=2),
+    "PathNormalized": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3, weight_decay=0.1),
+    "SGD": lambda m, g: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
+    "AdamW": lambda m, g: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
+}
+"""torch's own show by how much gradients differ."""
+
+
+class Mlp(nn.Sequential):
+    """Five rows, of which four ranks hold two, two, one and none."""
+
+    example = (6, 6)
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 7))
+
+
+class Convolutional(nn.Sequential):
+    """With batch norm, whose statistics every rank has of its own, and an uneven number of channels."""
+
+    example = (4, 3, 4, 4)
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(16, 5),
+        )  # fmt: skip
+
+
+class Feedforward(nn.Module):
+    """The least that is tensor and sequence parallel."""
+
+    example = (2, 4, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.norm(self.mlp(x)))
+
+
+class Attention(nn.Module):
+    """Heads are counted by what a rank holds of the queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """As those are written that are tensor parallel."""
+
+    example = (4, 4)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 8)
+        self.attention_norm, self.attention = nn.LayerNorm(8), Attention()
+        self.mlp_norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return self.head(self.norm(x))
+
+
+def shard(model, blocks):
+    """``fully_shard`` of the whole model, or of its blocks first."""
+    for block in model.children() if blocks else ():
+        if any(True for _ in block.parameters()) and not isinstance(block, nn.ModuleList):
+            fully_shard(block)
+    return fully_shard(model)
+
+
+def parallelize(model, mesh):
+    """Tensor parallel with sequence parallel norms, whose gradients are sums over ranks."""
+    sharded, gathered = {"input_layouts": Shard(1)}, {"desired_input_layouts": Replicate()}
+    plan = {
+        "mlp.0": ColwiseParallel(),
+        "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(**sharded, output_layouts=Replicate()),
+    }
+    if isinstance(model, Decoder):
+        plan |= {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "attention": PrepareModuleInput(**sharded, **gathered),
+            **dict.fromkeys(("attention.query", "attention.key", "attention.value"), ColwiseParallel()),
+            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp": PrepareModuleInput(**sharded, **gathered),
+            **dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel()),
+        }
+    return parallelize_module(model, mesh, plan)
+
+
+def make(kind, dtype=torch.float64):
+    torch.manual_seed(0)
+    return kind().double().to(dtype)
+
+
+@functools.cache
+def traced(kind):
+    return pathsgd.trace(make(kind), batch(kind, 0, 0, torch.float64)[0])
+
+
+def batch(kind, step, rank, dtype):
+    """(inputs, random numbers that targets are made from)."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if kind is Decoder:
+        return torch.randint(6, kind.example, generator=generator), generator
+    x = (1 + rank) * torch.randn(*kind.example, dtype=torch.float64, generator=generator)
+    return x.to(dtype), generator
+
+
+def loss_of(model, kind, step, rank, dtype):
+    x, generator = batch(kind, step, rank, dtype)
+    y = model(x)
+    target = torch.randn(*y.shape, dtype=torch.float64, generator=generator)
+    return (y - target.to(dtype)).square().mean()
+
+
+def step_on(model, optimizer, kind, step, ranks, dtype=torch.float64):
+    """A step on the mean over the batches of these ranks, and the losses of each, from the last to the first.
+
+    The last rank's gradient is the first of the sum, as gloo adds up those of two.
+    """
+    optimizer.zero_grad()
+    buffers, losses = copy.deepcopy(dict(model.named_buffers())), []
+    for rank in reversed(ranks):
+        model.load_state_dict(buffers, strict=False)
+        losses.append(loss_of(model, kind, step, rank, dtype))
+        (losses[-1] / len(ranks)).backward()
+    if step % 2 and not getattr(optimizer, "relative", True):
+        pathsgd.clip_path_grad_norm_(optimizer, 1e-3)
+    optimizer.step()
+    return torch.stack(losses).detach()
+
+
+def train(model, kind, name, ranks, steps, dtype=torch.float64):
+    """The losses of every step and batch, and the whole parameters after the last step."""
+    optimizer = OPTIMIZERS[name](model, traced(kind))
+    losses = [step_on(model, optimizer, kind, step, ranks, dtype) for step in range(steps)]
+    return torch.stack(losses), whole_parameters(model)
+
+
+def whole_parameters(model):
+    return [
+        p.full_tensor().detach() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()
+    ]
