@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/torchtitan_style.py
 """
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -56,9 +58,10 @@ class GPT(nn.Module):
 def make_model():
     with torch.device("meta"):
         model = GPT()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     torch.manual_seed(dist.get_rank())  # on CPUs every rank draws its own part
     for module in model.modules():
@@ -102,15 +105,22 @@ def compute_loss(model, rows):
     return F.cross_entropy(model(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
 
 
+@torch.no_grad()
+def evaluate(model, rows):
+    return compute_loss(model, rows).item()
+
+
 def train(make_optimizer, train_rows, test_rows, folder):
     training = Training(make_optimizer)
     training.run(range(STEPS // 2), train_rows)
     dcp.save({"training": training}, checkpoint_id=folder)
+    saved = evaluate(training.model, test_rows)
+
     training = Training(make_optimizer)  # as after a restart
     dcp.load({"training": training}, checkpoint_id=folder)
+    assert evaluate(training.model, test_rows) == saved
     training.run(range(STEPS // 2, STEPS), train_rows)
-    with torch.no_grad():
-        return compute_loss(training.model, test_rows).item()
+    return evaluate(training.model, test_rows)
 
 
 def main():
@@ -127,6 +137,8 @@ def main():
         folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folders)
         losses[name] = train(make_optimizer, rows[~held_out], rows[held_out], folders[0])
+        if dist.get_rank() == 0:
+            shutil.rmtree(folders[0])
     if dist.get_rank() == 0:
         print(f"test loss: PathMuon {losses['PathMuon']:.3f}, AdamW {losses['AdamW']:.3f}")
     dist.destroy_process_group()
