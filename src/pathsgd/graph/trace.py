@@ -47,7 +47,7 @@ def trace(
         model: any module. It is not run on real data, not copied and not changed.
         example_input: a tensor, a tuple of positional inputs, a dict of keyword inputs, or
             :class:`Inputs` for both kinds; only shapes matter, and whether it holds floats or integers. A
-            PathGraph is returned as it is. May be left out for an ``nn.Sequential`` that starts with a Linear.
+            PathGraph is returned as it is. May be left out for an ``nn.Sequential`` whose first is a Linear.
         batch_dim: the batch axis of the inputs. Paths are counted at batch one, whatever the size of
             this axis in the example; all other axes count. ``None`` if there is no batch axis.
 
