@@ -15,7 +15,7 @@ from support.ranks import run_on_ranks
 from support.sharded import OPTIMIZERS, Mlp, make, step_on, traced, whole_parameters
 
 NAMES = ("PathMuon", "PathAdam", "PathSGD", "PathNormalized")
-SAVED_AFTER, UNTIL = 3, 6
+SAVED_AFTER, UNTIL = 2, 4
 SEEN_BY_ALL = range(2)
 """The batches of every rank: gradients are then the same on any number of ranks."""
 

@@ -22,7 +22,7 @@ def prepare():
     traced(Mlp)
 
 
-def train_with(name, dtype=torch.float64, steps=3, **options):
+def train_with(name, dtype=torch.float64, steps=2, **options):
     rank = dist.get_rank()
     return train(fully_shard(make(Mlp, dtype), **options), Mlp, name, range(rank, rank + 1), steps, dtype)[1]
 

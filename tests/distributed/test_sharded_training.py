@@ -23,20 +23,20 @@ WITHIN = {FP32: 1e-6, FP64: 1e-9}
 
 FULLY_SHARDED_ON_TWO = [
     (Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 50), (Mlp, "PathSGD", FP32, 50),
-    (Mlp, "PathNormalized", FP32, 50), (Mlp, "PathSGD, relative", FP64, 5), (Mlp, "PathSGD, p=1", FP32, 5),
-    (Convolutional, "PathMuon", FP64, 5), (Convolutional, "PathAdam", FP32, 10),
-    (Convolutional, "PathSGD", FP32, 10), (Convolutional, "PathNormalized", FP64, 5),
-    (networks.Transformer, "PathMuon", FP64, 4), (networks.Transformer, "PathAdam", FP64, 4),
-    (networks.Transformer, "PathSGD", FP64, 4),
+    (Mlp, "PathNormalized", FP32, 50), (Mlp, "PathSGD, relative", FP64, 3), (Mlp, "PathSGD, p=1", FP32, 3),
+    (Convolutional, "PathMuon", FP64, 3), (Convolutional, "PathAdam", FP32, 10),
+    (Convolutional, "PathSGD", FP32, 3), (Convolutional, "PathNormalized", FP64, 3),
+    (networks.Transformer, "PathAdam", FP64, 2), (networks.Transformer, "PathSGD", FP64, 2),
 ]  # fmt: skip
-FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 10), (Mlp, "PathSGD", FP32, 10)]
+FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 3), (Mlp, "PathSGD", FP32, 3)]
 TENSOR_PARALLEL = [
-    (Feedforward, "PathMuon", FP64, 10), (Feedforward, "PathAdam", FP32, 50),
-    (Feedforward, "PathSGD", FP32, 10), (Feedforward, "PathNormalized", FP32, 10),
+    (Feedforward, "PathMuon", FP64, 3), (Feedforward, "PathAdam", FP32, 50),
+    (Feedforward, "PathSGD", FP32, 3), (Feedforward, "PathNormalized", FP32, 3),
+    (Decoder, "PathMuon", FP64, 2),
 ]  # fmt: skip
 ON_A_MESH = [
-    (Feedforward, "PathMuon", FP64, 10), (Feedforward, "PathAdam", FP32, 10),
-    (Feedforward, "PathSGD", FP32, 50), (Decoder, "PathMuon", FP64, 2),
+    (Feedforward, "PathMuon", FP64, 3), (Feedforward, "PathAdam", FP32, 3),
+    (Feedforward, "PathSGD", FP32, 50),
 ]  # fmt: skip
 
 

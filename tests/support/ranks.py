@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -103,6 +104,8 @@ def _load(file):
     spec.loader.exec_module(module)
     torch.set_num_threads(1)
     getattr(module, "prepare", lambda: None)()
+    gc.collect()
+    gc.freeze()  # ranks would go through all that was imported again and again, and so copy it
     return module
 
 
@@ -152,7 +155,7 @@ def _wait(ranks, end):
         child, statuses[child] = os.waitpid(-1, os.WNOHANG)
         left.discard(child)
         if child == 0:
-            time.sleep(0.002)
+            time.sleep(0.01)
     for rank in left:
         os.kill(rank, signal.SIGKILL)
         statuses[rank] = os.waitpid(rank, 0)[1]
