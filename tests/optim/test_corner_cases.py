@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pathsgd
-from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD, clip_path_grad_norm_
 from pathsgd.optim import gamma_cache
 from support.networks import Mlp, SmallResNet, Vgg, build
 from support.training import backward, train, unchanged, weights
@@ -87,6 +87,21 @@ def test_parameters_of_another_model_are_refused(make):
     for params in (list(copy.deepcopy(model).parameters()), [{"params": copy.deepcopy(model).parameters()}]):
         with pytest.raises(TypeError, match="none of these parameters belongs to the model"):
             make(params, graph=graph)
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), PathMuon, PathAdam])
+def test_parameters_that_are_replaced_everywhere_are_an_error(make):
+    """As Accelerate does with FSDP2: in the model and in the optimizer's groups."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = make(model)
+    for module in (model[0], model[2]):
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    for group in optimizer.param_groups:
+        group["params"] = list(model.parameters())
+    backward(model, torch.ones(5, 3))
+    with pytest.raises(pathsgd.PathError, match="make the optimizer again"):
+        optimizer.step()
 
 
 def test_momentum_keeps_its_precision_when_it_is_loaded():

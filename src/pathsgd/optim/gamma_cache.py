@@ -125,6 +125,8 @@ class GammaCache:
         self._used: list[Key] = []
         """What the last step needed."""
         self._read: Tensors | None = None
+        self._in_capture: dict[Key, Any] | None = None
+        """What a step that is being captured has measured so far."""
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
@@ -147,10 +149,15 @@ class GammaCache:
             if capturing:
                 # A compiled or captured step cannot look at values, so it takes plain floats or exponents
                 # as the last step outside did.
+                if self._in_capture and key in self._in_capture:
+                    return self._in_capture[key]
                 tensors = self.tensors()
                 graph = measurement.adapt(self.graph)
                 with self._capturing(measurement, tensors):
-                    return measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
+                    found = measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
+                if self._in_capture is not None:
+                    self._in_capture[key] = found
+                return found
             tensors = self.tensors()
             self._check_walk()
             self._versions = self._find_versions(tensors)
@@ -213,6 +220,7 @@ class GammaCache:
     def before_step(self) -> None:
         """The same, unless gradients were clipped and it was done for that."""
         self._read = None
+        self._in_capture = None if is_compiling() else {}
         if not self._synchronised:
             self.synchronise()
         self._synchronised = False
@@ -229,7 +237,7 @@ class GammaCache:
 
     def after_step(self) -> None:
         """A step has written the weights."""
-        self._forward_done = None
+        self._forward_done = self._in_capture = None
         if is_capturing():
             self._outside = self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
@@ -351,7 +359,7 @@ class GammaCache:
         self._identified = self._model_tensors.walks
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("names", "_backward_start", "_forward_done", "_read"))
+        gone = dict.fromkeys(("names", "_backward_start", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
             "_found_statistics": (0, [], True), "_identified": 0,

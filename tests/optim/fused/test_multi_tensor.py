@@ -133,6 +133,27 @@ def test_the_kernel_takes_the_same_steps(name):
     assert set(tensors_of(found[1]).tiles) == KINDS
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_a_step_that_is_captured_measures_once(implementation, monkeypatch):
+    """Nothing is kept from step to step then, and groups and kernels all ask for gamma."""
+    model, graph = start()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "lr": 1e-3}]
+    optimizer = PathSGD(groups, graph=graph, lr=1e-2, implementation=implementation)
+    measured = []
+    measure = gamma_cache.GammaMeasurement.run
+
+    def count(*arguments):
+        measured.append(arguments)
+        return measure(*arguments)
+
+    monkeypatch.setattr(gamma_cache.GammaMeasurement, "run", count)
+    monkeypatch.setattr(gamma_cache, "is_capturing", lambda: True)
+    run(model, optimizer, steps=2)
+    assert len(measured) == 2
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
 def test_every_case(case):
     def build():

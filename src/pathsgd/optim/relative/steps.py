@@ -96,6 +96,8 @@ class RelativeSteps:
         names = self.gamma_cache.names
         moved = {names[id(p)]: p for p in parameters if id(p) in names}
         if not moved:
+            if parameters:  # the model may have others by now
+                self.gamma_cache.check_identity()
             return base_step(closure)
         loss = None
         with torch.no_grad(), on_device(parameters[0].device):
