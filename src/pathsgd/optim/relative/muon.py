@@ -50,8 +50,10 @@ def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
 
 def choose_dtype(x: Tensor) -> torch.dtype:
     """That of the iteration. On a GPU it is fp16 for fp32: matrices of norm 1 are within its range, and bf16
-    rounds eight times as much."""
-    return torch.float16 if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) else x.dtype
+    rounds eight times as much. On a CPU products in 16 bits may take hundreds of times as long."""
+    if x.is_cuda:
+        return torch.float16 if x.dtype in (torch.float32, torch.bfloat16) else x.dtype
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def make_diagonal(x: Tensor) -> Tensor:
