@@ -79,36 +79,27 @@ def stand_still(name):
     return all(map(torch.equal, before, whole_parameters(model)))
 
 
-def run_on_two(folder):
-    saved = train_and_save(folder)
-    return {"ends": saved, "loaded": load_and_train(folder), "unmoved": list(map(stand_still, NAMES))}
+def save_and_load(folder):
+    return train_and_save(folder), load_and_train(folder)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def on_two(folder):
-    return run_on_ranks(run_on_two, 2, str(folder))
-
-
-def test_as_many_ranks_go_on_to_the_last_bit(on_two):
-    for found in on_two:
-        for name, end in found["ends"].items():
-            assert all(map(torch.equal, end, found["loaded"][name])), name
+def stand_still_with_all():
+    return list(map(stand_still, NAMES))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_rank_and_four_go_on(on_two, folder):
-    """Whole parameters are one rank's."""
-    loaded = [load_and_train(folder, lambda model: model), *run_on_ranks(load_and_train, 4, str(folder))]
-    for found in loaded:
-        for name, end in on_two[0]["ends"].items():
+def test_checkpoints_of_two_ranks_load_on_one_two_and_four(tmp_path):
+    """On two they go on to the last bit; whole parameters are one rank's."""
+    ranks = run_on_ranks(save_and_load, 2, str(tmp_path))
+    on_others = load_and_train(tmp_path, lambda model: model), *run_on_ranks(load_and_train, 4, str(tmp_path))
+    for name, end in ranks[0][0].items():
+        for ends, resumed in ranks:
+            assert all(map(torch.equal, ends[name], end)), name
+            assert all(map(torch.equal, resumed[name], end)), name
+        for found in on_others:
             for a, b in zip(found[name], end, strict=True):
                 assert (a - b).abs().max() <= 1e-9, name
 
 
-def test_a_step_without_rate_and_gradients_changes_nothing(on_two):
-    assert all(all(found["unmoved"]) for found in on_two)
+def test_a_step_without_rate_and_gradients_changes_nothing():
+    assert all(map(all, run_on_ranks(stand_still_with_all, 2)))

@@ -112,27 +112,18 @@ def refuse():
     return messages
 
 
-def run_everything():
-    return measure_gammas_of_everything(), trace_again(), refuse()
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_on_ranks(run_everything, WORLD)
-
-
-def test_gamma_is_that_of_the_whole_model(ranks):
-    for gaps, _, _ in ranks:
+def test_gamma_is_that_of_the_whole_model():
+    for gaps in run_on_ranks(measure_gammas_of_everything, WORLD):
         for case, gap in gaps.items():
             assert gap < 1e-12, case
 
 
-def test_tracing_a_sharded_model_gives_the_same_graph(ranks):
-    assert all(all(same) for _, same, _ in ranks)
+def test_tracing_a_sharded_model_gives_the_same_graph():
+    assert all(map(all, run_on_ranks(trace_again, WORLD)))
 
 
-def test_what_is_not_supported_is_an_error(ranks):
-    for _, _, messages in ranks:
+def test_what_is_not_supported_is_an_error():
+    for messages in run_on_ranks(refuse, WORLD):
         made_before, flattened, others = messages[:3], messages[3:5], messages[5:]
         assert all("fully_shard" in message for message in made_before)
         assert all("keeps parameters flattened" in message for message in flattened)

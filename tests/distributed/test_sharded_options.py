@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,38 +61,36 @@ def train_one_process_in_bf16(name, ranks):
     return whole_parameters(model)
 
 
-def run_on_two():
-    return {
-        "computing": {name: train_in_bf16(name) for name in OPTIMIZERS_HERE},
-        "parameters": {name: train_with(name, BF16, STEPS) for name in OPTIMIZERS_HERE},
-    }
+def compute_in_bf16():
+    return {name: train_in_bf16(name) for name in OPTIMIZERS_HERE}
 
 
-@pytest.fixture(scope="module")
-def on_two():
-    return run_on_ranks(run_on_two, 2)
+def keep_parameters_in_bf16():
+    return {name: train_with(name, BF16, STEPS) for name in OPTIMIZERS_HERE}
 
 
 def gap(found, expected):
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def test_mixed_precision_policy(on_two):
+def test_mixed_precision_policy():
     """Gradients are the same to the last bit, so that the bound is that of fp32: 1e-7 seen. (Rounding to bf16
     could tip over a weight that lies between two numbers by less than that, by 4e-3 of it; none does.)"""
+    ranks = run_on_ranks(compute_in_bf16, 2)
     for name in OPTIMIZERS_HERE:
         expected = train_one_process_in_bf16(name, 2)
-        for found in on_two:
-            assert gap(found["computing"][name], expected) <= 1e-6, name
+        for found in ranks:
+            assert gap(found[name], expected) <= 1e-6, name
 
 
-def test_parameters_in_bf16(on_two):
+def test_parameters_in_bf16():
     """To a unit in the last place of the largest weight; to the last bit was seen."""
+    ranks = run_on_ranks(keep_parameters_in_bf16, 2)
     for name in OPTIMIZERS_HERE:
         expected = train(make(Mlp, BF16), Mlp, name, range(2), STEPS, BF16)[1]
         assert gap(expected, whole_parameters(make(Mlp, BF16))) > 0.005, name
-        for found in on_two:
-            for a, b in zip(found["parameters"][name], expected, strict=True):
+        for found in ranks:
+            for a, b in zip(found[name], expected, strict=True):
                 assert (a - b).abs().max() <= 2**-8 * b.abs().max(), name
 
 

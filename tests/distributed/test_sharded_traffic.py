@@ -71,12 +71,13 @@ def count_numbers():
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_on_ranks(count_numbers, 2)
+def test_what_is_sent():
+    ranks = run_on_ranks(count_numbers, 2)
+    check_relative_steps(ranks)
+    check_plain_steps(ranks)
 
 
-def test_relative_steps(ranks):
+def check_relative_steps(ranks):
     widest, biases, blocks, columns = 80, 80 + 70 + 5, 6, 50 + 80 + 70
     for found in ranks:
         for name in ("PathMuon", "PathAdam", "relative PathSGD"):
@@ -98,7 +99,7 @@ def test_relative_steps(ranks):
     assert sum(sum(found["PathMuon"]["all_to_all_single"]) for found in ranks) == 2 * matrices
 
 
-def test_plain_steps(ranks):
+def check_plain_steps(ranks):
     for found in ranks:
         sent = [n for numbers in found["PathSGD"].values() for n in numbers]
         assert max(sent) <= 80 + 70 + 5  # the biases of all layers are sent together

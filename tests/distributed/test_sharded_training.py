@@ -7,7 +7,6 @@ iteration magnifies rounding. ``python -m support.agreement`` prints the differe
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,39 +75,31 @@ def check_parts(model):
         assert torch.equal(part, local_part(p))
 
 
-def run_on_two():
-    return {
-        "fully sharded": [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_TWO],
-        "tensor parallel": [train_tensor_parallel(*case) for case in TENSOR_PARALLEL],
-    }
+def fully_sharded_on_two():
+    return [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_TWO]
 
 
-def run_on_four():
-    return {
-        "fully sharded": [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_FOUR],
-        "on a mesh": [train_on_a_mesh(*case) for case in ON_A_MESH],
-    }
+def fully_sharded_on_four():
+    return [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_FOUR]
 
 
-@pytest.fixture(scope="module")
-def on_two():
-    return run_on_ranks(run_on_two, 2)
+def tensor_parallel():
+    return [train_tensor_parallel(*case) for case in TENSOR_PARALLEL]
 
 
-@pytest.fixture(scope="module")
-def on_four():
-    return run_on_ranks(run_on_four, 4)
+def on_a_mesh():
+    return [train_on_a_mesh(*case) for case in ON_A_MESH]
 
 
-def assert_ranks_train_one_model(ranks, way, cases, shares):
+def assert_ranks_train_one_model(ranks, cases, shares):
     """Weights are the same on all ranks, to the last bit, and those of one process that sees the batches of
     ``shares`` ranks; so are losses."""
     for k, case in enumerate(cases):
         kind, name, dtype, steps = case
         losses, weights = train(make(kind, dtype), kind, name, range(shares), steps, dtype)
         for rank, found in enumerate(ranks):
-            own_losses, own = found[way][k]
-            assert all(map(torch.equal, own, ranks[0][way][k][1])), case
+            own_losses, own = found[k]
+            assert all(map(torch.equal, own, ranks[0][k][1])), case
             share = rank * shares // len(ranks)
             assert (own_losses[:, 0] - losses[:, -1 - share]).abs().max() <= WITHIN[dtype], case
         if case[:3] == (Convolutional, "PathAdam", FP32):
@@ -118,17 +109,17 @@ def assert_ranks_train_one_model(ranks, way, cases, shares):
             assert (a - b).abs().max() <= WITHIN[dtype], case
 
 
-def test_fully_sharded_on_two_ranks(on_two):
-    assert_ranks_train_one_model(on_two, "fully sharded", FULLY_SHARDED_ON_TWO, 2)
+def test_fully_sharded_on_two_ranks():
+    assert_ranks_train_one_model(run_on_ranks(fully_sharded_on_two, 2), FULLY_SHARDED_ON_TWO, 2)
 
 
-def test_fully_sharded_on_four_ranks_of_which_one_holds_nothing(on_four):
-    assert_ranks_train_one_model(on_four, "fully sharded", FULLY_SHARDED_ON_FOUR, 4)
+def test_fully_sharded_on_four_ranks_of_which_one_holds_nothing():
+    assert_ranks_train_one_model(run_on_ranks(fully_sharded_on_four, 4), FULLY_SHARDED_ON_FOUR, 4)
 
 
-def test_tensor_parallel(on_two):
-    assert_ranks_train_one_model(on_two, "tensor parallel", TENSOR_PARALLEL, 1)
+def test_tensor_parallel():
+    assert_ranks_train_one_model(run_on_ranks(tensor_parallel, 2), TENSOR_PARALLEL, 1)
 
 
-def test_both_on_a_mesh(on_four):
-    assert_ranks_train_one_model(on_four, "on a mesh", ON_A_MESH, 2)
+def test_both_on_a_mesh():
+    assert_ranks_train_one_model(run_on_ranks(on_a_mesh, 4), ON_A_MESH, 2)
