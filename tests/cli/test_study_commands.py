@@ -83,7 +83,7 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
     names = [f"{path.stem}={path}" for path in own]
     sweep = [sys.executable, "-m", "pathsgd.cli", "sweep", "--quiet", "--datasets", *names,
              "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
-             "0.01", "--search-epochs", "8", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
+             "0.01", "--search-epochs", "4", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
              ]  # fmt: skip
     for lanes in ("1", "4"):
         subprocess.run([*sweep, "--lanes", lanes, "--out", str(tmp_path / lanes)], check=True, timeout=300)

@@ -148,7 +148,9 @@ def test_never_stale_between_the_backward_pass_and_the_step(event, norm, monkeyp
     assert check("PathSGD", norm, monkeypatch, late=event)
 
 
-@pytest.mark.parametrize("events", [{}, {"early": write_weights}, {"late": run_again}], ids=["none", "early", "late"])
+@pytest.mark.parametrize(
+    "events", [{}, {"early": write_weights}, {"late": run_again}], ids=["none", "early", "late"]
+)
 def test_never_stale_in_the_kernel(events, monkeypatch):
     assert check("kernel", nn.BatchNorm1d, monkeypatch, **events)
 

@@ -23,7 +23,7 @@ def stack(*widths, bias=True, dtype=torch.float32):
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def train(model, steps=5, width=None, between=None, **options):
+def train(model, steps=3, width=None, between=None, **options):
     """The model after some steps, and its optimizer."""
     torch.manual_seed(0)
     parameter = next(model.parameters())

@@ -37,7 +37,7 @@ OPTIMIZERS = {
 }
 
 
-def train(model, name, steps=5, optimizer=None, between=None, **options):
+def train(model, name, steps=3, optimizer=None, between=None, **options):
     """The model after some steps of an optimizer of the list, and that optimizer."""
     torch.manual_seed(0)
     kind, own = OPTIMIZERS[name]
