@@ -14,7 +14,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=15)
 settings.load_profile("default")
 
 

@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "PathAdam": PathAdam,
     "PathMuon": PathMuon,
 }
-STEPS = 50
+STEPS = 25
 
 
 def train(model, make, graph=None):
