@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.transfer.muon import hidden_matrices
 from benchmarks.transfer.networks import GPT
 from benchmarks.transfer.tasks import Text, text
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd.console.devices import allow_tf32, device_name
+from pathsgd.console.muon import hidden_matrices
 from pathsgd.graph.path_graph import PathGraph
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "optim"

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 from memory import kept_bytes, peak_bytes
 from torch import Tensor, nn
-from transfer.networks import TransformerBlock
 
 import pathsgd
-from pathsgd.console.networks import ResNet
+from pathsgd.console.networks import GPT, ResNet
 from pathsgd.geometry.gamma import measure as measure_network
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.passes import powered_network
@@ -56,26 +55,6 @@ def paper_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, 4000), nn.ReLU(), nn.Linear(4000, 4000), nn.ReLU(), nn.Linear(4000, 10)
     )  # fmt: skip
-
-
-class Gpt(nn.Module):
-    """The layers of GPT-2 with 124M parameters, ReLU in place of GELU."""
-
-    def __init__(self, tokens: int = 50257, width: int = 768, heads: int = 12, blocks: int = 12) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(1024, width)
-        self.blocks = nn.Sequential(
-            *(TransformerBlock(width, heads, nn.ReLU, causal=True, bias=True) for _ in range(blocks))
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + places)))
 
 
 def measure(
@@ -166,7 +145,7 @@ def main() -> None:
     torch.manual_seed(0)
     jobs = [
         ("ResNet-18 shape, 224x224", ResNet(), torch.randn(1, 3, 224, 224), 2.5),
-        ("GPT-2 124M shape, 128 tokens", Gpt(), torch.zeros(1, 128, dtype=torch.int64), 1.0),
+        ("GPT-2 124M shape, 128 tokens", GPT(), torch.zeros(1, 128, dtype=torch.int64), 1.0),
         ("784-4000-4000-10", paper_mlp(), torch.randn(100, 784), 0.3),
     ]
     rows = [measure(*job, options.repeats, options.device) for job in jobs]

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.transfer.muon import Muon
 from benchmarks.transfer.networks import GPT, NETWORKS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pathsgd
 from pathsgd.console.devices import device_name
+from pathsgd.console.muon import Muon
 from pathsgd.console.networks import small_image_resnet
 from pathsgd.console.timing import capture, median_us
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import pathsgd
-
-from .muon import Muon
+from pathsgd.console.muon import Muon
 
 Make = Callable[..., torch.optim.Optimizer]
 

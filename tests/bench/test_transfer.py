@@ -12,7 +12,6 @@ from torch import nn
 from transfer import __main__ as command
 from transfer import plan, run, tasks, train
 from transfer.methods import default_rate, label, make_optimizer, parse
-from transfer.muon import Muon, hidden_matrices, orthogonalise
 from transfer.networks import NETWORKS
 from transfer.pack import BYTES, SOURCES, pack_folder, read_cifar
 from transfer.records import Cell, cells_of, read_records, without_recorded
@@ -21,6 +20,7 @@ from transfer.tasks import Images, Text
 from transfer.train import Job, run_job, warm_up_and_cosine
 
 import pathsgd
+from pathsgd.console.muon import Muon, hidden_matrices, orthogonalize
 
 
 def noise(*shape, steps=2, batch=2, **options):
@@ -159,7 +159,7 @@ def test_muon_steps_as_written_out():
         model(torch.randn(5, 2, 3, 3)).square().sum().backward()
         gradient = model[0].weight.grad.reshape(30, 18)
         momentum = 0.95 * momentum + gradient
-        step = orthogonalise((gradient + 0.95 * momentum)[None])[0]
+        step = orthogonalize((gradient + 0.95 * momentum)[None])[0]
         weight -= 0.1 * (30 / 18) ** 0.5 * step.reshape(weight.shape)
         twin.grad = model[4].weight.grad.clone()
         adamw.step()
@@ -171,7 +171,7 @@ def test_muon_steps_as_written_out():
 
 @pytest.mark.parametrize("shape", [(2, 6, 20), (1, 20, 6)])
 def test_orthogonalised_matrices_have_singular_values_of_about_one(shape):
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
     assert values.min() > 0.5
     assert values.max() < 1.3
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pathsgd import PathAdagrad, PathAdam, PathGraph, PathMuon, PathNormalized, PathSGD
-from pathsgd.console.muon import BatchedMuon, MuonAndSGD
+from pathsgd.console.muon import Muon, MuonAndSGD
 from pathsgd.console.timing import LR, Stepper
 
 
@@ -47,7 +47,7 @@ def _muon(model: nn.Module, graph: PathGraph) -> Stepper | None:
     if not _on_gpu(model):  # on a CPU its orthogonalisation takes minutes for a layer of 4000
         return None
     if not _is_stack(model):
-        return BatchedMuon(model, LR)
+        return Muon(model, LR, LR)
     return MuonAndSGD(model, LR) if hasattr(torch.optim, "Muon") else None
 
 

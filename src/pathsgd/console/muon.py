@@ -1,8 +1,10 @@
-"""Muon for whole models: torch's, which takes matrices alone, and as it is usually run."""
+"""Muon for whole models: torch's, which takes matrices alone; and as it is usually run, the momentum of every
+hidden matrix orthogonalised, AdamW for all the rest."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,44 +47,65 @@ class MuonAndSGD:
             part.load_state_dict(state[str(k)])
 
 
-class BatchedMuon:
-    """Muon for matrices and kernels, all of one shape orthogonalised at once in bf16; fused AdamW for the
-    embeddings, the last linear layer and vectors."""
-
-    def __init__(self, model: nn.Module, lr: float, momentum: float = 0.95) -> None:
-        linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        hidden = [m.weight for m in model.modules() if isinstance(m, layers) and m is not linear[-1]]
-        chosen = set(map(id, hidden))
-        rest = [p for p in model.parameters() if id(p) not in chosen]
-        on_gpu = rest[0].is_cuda
-        self.lr, self.momentum = lr, momentum
-        self.adamw = torch.optim.AdamW(rest, lr, fused=True, capturable=on_gpu)
-        self.dtype = torch.bfloat16 if on_gpu else torch.float32
-        by_shape: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        for p in hidden:
-            by_shape[len(p), p[0].numel()].append(p)
-        self.batches = [
-            (own, torch.zeros(len(own), *shape, device=own[0].device)) for shape, own in by_shape.items()
-        ]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameters, average in self.batches:
-            grads = torch.stack([p.grad.reshape(average.shape[1:]) for p in parameters if p.grad is not None])
-            average.mul_(self.momentum).add_(grads)
-            steps = orthogonalize(grads.add_(average, alpha=self.momentum).to(self.dtype)).float()
-            steps *= -self.lr * max(1, average.shape[1] / average.shape[2]) ** 0.5
-            foreach("add_", parameters, [s.view_as(p) for s, p in zip(steps, parameters, strict=True)])
-        self.adamw.step()
+WITH_MATRICES = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.RNNBase
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """About the nearest orthogonal matrices, by five steps of Newton and Schulz."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(5):
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of linear, convolutional, attention and recurrent layers, without the last linear layer (the
+    head) and without embeddings."""
+    layers = [m for m in model.modules() if isinstance(m, WITH_MATRICES)]
+    head = [m for m in layers if isinstance(m, nn.Linear)][-1]
+    return [
+        p for layer in layers if layer is not head for p in layer.parameters(recurse=False) if p.dim() > 1
+    ]
+
+
+@torch.no_grad()
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Newton-Schulz on matrices of one shape: about the nearest orthogonal ones. In bfloat16,
+    except on a CPU, where that is slow."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised, times sqrt(rows / columns) of tall matrices; AdamW for what is not a
+    hidden matrix, at a rate of its own."""
+
+    def __init__(self, model: nn.Module, lr: float, adamw_lr: float, momentum: float = 0.95) -> None:
+        matrices = hidden_matrices(model)
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        # One optimizer inside another would hide its groups from schedulers, so both share these.
+        self.adamw = torch.optim.AdamW(
+            rest, adamw_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True,
+            capturable=rest[0].is_cuda,
+        )  # fmt: skip
+        super().__init__([{"params": matrices, "lr": lr}], {"lr": lr, "momentum": momentum})
+        self.param_groups += self.adamw.param_groups
+        self.by_shape: defaultdict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
+        for p in matrices:
+            self.by_shape[len(p), p[0].numel()].append(p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        group = self.param_groups[0]
+        lr, momentum = group["lr"], group["momentum"]
+        for (rows, columns), parameters in self.by_shape.items():
+            grads = torch.stack([p.grad.reshape(rows, columns) for p in parameters if p.grad is not None])
+            state = self.state[parameters[0]]
+            average = state.setdefault("momentum", torch.zeros_like(grads))
+            average.mul_(momentum).add_(grads)
+            steps = orthogonalize(grads.add_(average, alpha=momentum))
+            steps *= -lr * max(1, rows / columns) ** 0.5
+            foreach("add_", parameters, [s.view_as(p) for s, p in zip(steps, parameters, strict=True)])
+        self.adamw.step()
+        return loss

@@ -17,6 +17,13 @@ def stack(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def make_shortcut(into: int, out: int, stride: int) -> nn.Module:
+    """The input of a block, or its strided projection if the output has another shape."""
+    if stride == 1 and into == out:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+
 class Block(nn.Module):
     """conv - norm - relu - conv - norm, added to the input or to its strided projection."""
 
@@ -29,9 +36,7 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or into != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = make_shortcut(into, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu(self.norm1(self.conv1(x)))
@@ -53,9 +58,7 @@ class Bottleneck(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or into != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = make_shortcut(into, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu(self.norm1(self.conv1(x)))
