@@ -1,4 +1,4 @@
-"""Forward hooks that tell an object of ours what a model does."""
+"""Hooks that tell an object of ours what a model does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeakHook:
             self.tell(owner, *arguments)
 
     def tell(self, owner: Any, *arguments: Any) -> None:
-        """What the owner is told of a forward pass."""
+        """What the owner is told of a pass."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: Any) -> WeakHook:
