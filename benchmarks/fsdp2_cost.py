@@ -2,12 +2,13 @@
 
 The same initial weights and batches each time. A step of a plain model is taken by Triton kernels where there
 are some ("plain"); of a sharded one always in ordinary operations, so that PathAdam and PathMuon are trained
-without kernels and without FSDP2, too ("reference"): losses are to agree with that.
-AdamW and Muon are those of torch.
+without kernels and without FSDP2, too ("reference"). AdamW and Muon are those of torch; AdamW's reference is
+its other implementation, so that it shows how far rounding alone takes 200 steps apart.
 
-    torchrun --nproc-per-node 1 -m benchmarks.fsdp2_cost [--small] [--steps N] [--precision bf16|tf32|fp32]
+    torchrun --nproc-per-node 1 -m benchmarks.fsdp2_cost [--small] [--steps N] [--batch N]
+        [--precision bf16|tf32|fp32] [--methods AdamW PathAdam Muon PathMuon] [--out FILE]
 
-Prints a table, which on a GPU is also written to results/optim/fsdp2-NAME.txt. ``--small`` is for a CPU.
+Prints a table and writes it to a file. ``--small`` is for a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ from pathsgd.console.devices import allow_tf32, device_name
 from pathsgd.console.muon import hidden_matrices
 from pathsgd.graph.path_graph import PathGraph
 
-OUT = Path(__file__).resolve().parent.parent / "results" / "optim"
 WARM_UP = 5
 """Steps that are not timed: kernels are compiled, graphs captured."""
 
@@ -61,7 +61,10 @@ class TorchMuon:
 
 Make = Callable[[nn.Module, PathGraph], "torch.optim.Optimizer | TorchMuon"]
 METHODS: dict[str, tuple[Make, Make | None]] = {
-    "AdamW": (lambda m, g: torch.optim.AdamW(m.parameters(), 3e-4, fused=True), None),
+    "AdamW": (
+        lambda m, g: torch.optim.AdamW(m.parameters(), 3e-4, fused=True),
+        lambda m, g: torch.optim.AdamW(m.parameters(), 3e-4, foreach=True),
+    ),
     "PathAdam": (
         lambda m, g: pathsgd.PathAdam(m, g),
         lambda m, g: pathsgd.PathAdam(m, g, implementation="reference"),
@@ -138,7 +141,7 @@ def train(model: nn.Module, optimizer, data: Text, precision: str) -> Run:
     )
 
 
-def compare(data: Text, width: int, layers: int, precision: str) -> list[str]:
+def compare(data: Text, width: int, layers: int, precision: str, methods: Sequence[str]) -> list[str]:
     """The lines of the table."""
 
     def make() -> GPT:
@@ -150,7 +153,8 @@ def compare(data: Text, width: int, layers: int, precision: str) -> list[str]:
         "| | | ms a step | of it the optimizer | peak GB | last loss | losses, largest difference to |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (make_optimizer, make_reference) in METHODS.items():
+    for name in methods:
+        make_optimizer, make_reference = METHODS[name]
         ways = {"plain": make_optimizer, "reference": make_reference, "FSDP2": make_optimizer}
         runs: dict[str, Run] = {}
         for way, optimizer_of in ways.items():
@@ -177,6 +181,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -191,7 +197,7 @@ def main() -> None:
     batch, steps = chosen.batch or (4 if chosen.small else 32), chosen.steps or (6 if chosen.small else 200)
     data = text(str(device), context=context, batch=batch, steps=steps)
     start = time.perf_counter()
-    table = compare(data, width, layers, chosen.precision)
+    table = compare(data, width, layers, chosen.precision, chosen.methods)
     title = (
         f"GPT {layers} x {width}, {batch} x {context} bytes a step, {steps} steps, {chosen.precision}; "
         f"{dist.get_world_size()} rank, {device_name(device)}, torch {torch.__version__}; "
@@ -200,9 +206,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         lines = "\n".join([title, "", *table, ""])
         print(lines)
-        if on_gpu and not chosen.small:
-            OUT.mkdir(parents=True, exist_ok=True)
-            (OUT / f"fsdp2-{device_name(device).split()[-1].lower()}.txt").write_text(lines)
+        if chosen.out is not None:
+            chosen.out.write_text(lines)
     dist.destroy_process_group()
 
 
