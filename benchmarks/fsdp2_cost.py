@@ -6,7 +6,7 @@ without kernels and without FSDP2, too ("reference"). AdamW and Muon are those o
 its other implementation, so that it shows how far rounding alone takes 200 steps apart.
 
     torchrun --nproc-per-node 1 -m benchmarks.fsdp2_cost [--small] [--steps N] [--batch N]
-        [--precision bf16|tf32|fp32] [--methods AdamW PathAdam Muon PathMuon] [--out FILE]
+        [--precision bf16|tf32|fp32|fp64] [--methods AdamW PathAdam Muon PathMuon] [--out FILE]
 
 Prints a table and writes it to a file. ``--small`` is for a CPU.
 """
@@ -114,6 +114,7 @@ def shard(model: GPT) -> nn.Module:
 
 def train(model: nn.Module, optimizer, data: Text, precision: str) -> Run:
     device, losses, clock = data.train.device, [], Clock(data.train.device)
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     generator = torch.Generator(device).manual_seed(1)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -124,7 +125,7 @@ def train(model: nn.Module, optimizer, data: Text, precision: str) -> Run:
         torch.use_deterministic_algorithms(True, warn_only=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             outputs = model(x)
-        loss = F.cross_entropy(outputs.float().flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(outputs.to(dtype).flatten(0, 1), y.flatten())
         loss.backward()
         torch.use_deterministic_algorithms(False)
         clock.mark()
@@ -144,9 +145,11 @@ def train(model: nn.Module, optimizer, data: Text, precision: str) -> Run:
 def compare(data: Text, width: int, layers: int, precision: str, methods: Sequence[str]) -> list[str]:
     """The lines of the table."""
 
+    dtype = torch.float64 if precision == "fp64" else torch.float32  # fp64 has no kernels: the same as plain
+
     def make() -> GPT:
         torch.manual_seed(0)
-        return GPT(width, layers, data.context).to(data.train.device)
+        return GPT(width, layers, data.context).to(data.train.device, dtype)
 
     graph = pathsgd.trace(make(), data.example)
     lines = [
@@ -158,7 +161,7 @@ def compare(data: Text, width: int, layers: int, precision: str, methods: Sequen
         ways = {"plain": make_optimizer, "reference": make_reference, "FSDP2": make_optimizer}
         runs: dict[str, Run] = {}
         for way, optimizer_of in ways.items():
-            if optimizer_of is None:
+            if optimizer_of is None or (way == "reference" and dtype is torch.float64):
                 continue
             model = shard(make()) if way == "FSDP2" else make()
             run = runs[way] = train(model, optimizer_of(model, graph), data, precision)
@@ -180,7 +183,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="2 layers of 32, 6 steps")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--batch", type=int, default=None)
-    parser.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    parser.add_argument("--precision", choices=("bf16", "tf32", "fp32", "fp64"), default="bf16")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -190,7 +193,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     torch.utils.deterministic.fill_uninitialized_memory = False
-    allow_tf32(chosen.precision != "fp32")
+    allow_tf32(chosen.precision in ("bf16", "tf32"))
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
 
     width, layers, context = (32, 2, 16) if chosen.small else (768, 12, 256)

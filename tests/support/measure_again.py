@@ -28,9 +28,9 @@ class MeasureAgain:
         if not isinstance(found, Gammas) or not hasattr(self, "found"):
             return found
         for name, gamma in self.found.items():  # in the same tensors, as a CUDA graph does
-            for into, out in zip(gamma.roots(), found[name].roots(), strict=True):
-                into[0].copy_(out[0])
-                into[1].copy_(out[1])
+            for into, out in zip(gamma.factors(), found[name].factors(), strict=True):
+                if 0 not in into.mantissa.stride():  # a constant is not written
+                    into.mantissa.copy_(out.mantissa)
         return self.found
 
     def start(self):

@@ -66,8 +66,12 @@ class Gamma:
         """What gamma is computed in."""
         return self.arithmetic.dtype
 
-    def _factors(self) -> list[ExtendedFloat]:
-        """Sums over paths whose product, broadcast, is that of every entry."""
+    def factors(self) -> list[ExtendedFloat]:
+        """Sums over paths whose product, broadcast, is that of every entry.
+
+        Returns:
+            One or two of them, before the power 2/p.
+        """
         if self.whole is not None:
             return [self.whole]
         assert self.gamma_out is not None
@@ -80,7 +84,7 @@ class Gamma:
         Returns:
             ``gamma_in gamma_out``.
         """
-        first, *rest = self._factors()
+        first, *rest = self.factors()
         for other in rest:
             exponent = None
             if first.exponent is not None and other.exponent is not None:
@@ -153,7 +157,7 @@ class Gamma:
             For each factor its root, 1 / root (0 where it is 0) and its exponent, if it has one.
         """
         if not self._roots:
-            for factor in self._factors():
+            for factor in self.factors():
                 root = self.arithmetic.root(factor.mantissa)
                 self._roots.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
         return self._roots
@@ -217,7 +221,7 @@ def take_roots(gammas: Iterable[Gamma]) -> None:
         (gamma, factor.mantissa)
         for gamma in gammas
         if gamma.arithmetic.order == 2 and not gamma.arithmetic.exponents and not gamma._roots
-        for factor in gamma._factors()
+        for factor in gamma.factors()
     ]
     if not plain or torch.is_grad_enabled():
         return
@@ -257,6 +261,11 @@ class Gammas(Mapping[str, Gamma]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._gammas)
+
+    def forget_roots(self) -> None:
+        """To be called when the tensors of the gammas are written in place."""
+        for gamma in self._gammas.values():
+            gamma._roots.clear()
 
     def __len__(self) -> int:
         return len(self._gammas)

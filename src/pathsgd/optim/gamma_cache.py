@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pathsgd._torch import Version, is_capturing, is_compiling, versions
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas, take_roots
+from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas
 from pathsgd.geometry.passes import PoweredNetwork
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.sharded import local_part
@@ -75,11 +75,7 @@ class GammaMeasurement:
         return measure_gammas(graph, tensors, p, exponents=exponents, shared=self.shared)
 
     def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
-        found = measure(network, check)
-        take_roots(found.values())  # captured, so that they are replayed too
-        for gamma in found.values():
-            gamma.roots()
-        return found
+        return measure(network, check)
 
 
 Key = tuple[Measurement[Any], float]
@@ -215,7 +211,7 @@ class GammaCache:
         if self.lazy_graph.is_known and self.replicas.synchronise(self.graph):
             self._synchronised = True
             if self._steps % self.refresh_every == 0:  # what one rank alone may have looked at in between
-                self._found.clear()
+                self._clear()
 
     def before_step(self) -> None:
         """The same, unless gradients were clipped and it was done for that."""
@@ -250,7 +246,7 @@ class GammaCache:
         if self._steps % self.refresh_every == 0:
             self._used = list(self._found)
             self._measure_ahead(tensors, now, statistics=False)
-            self._found.clear()
+            self._clear()
         elif self._found:
             self._versions = now
 
@@ -325,9 +321,16 @@ class GammaCache:
         """Whether the step that is being taken is the last for what is cached."""
         return is_capturing() or (self._steps + 1) % self.refresh_every == 0
 
+    def _clear(self) -> None:
+        # The gammas of a captured measurement are written in place next time, their roots are not.
+        for found in self._found.values():
+            if isinstance(found, Gammas):
+                found.forget_roots()
+        self._found.clear()
+
     def refresh(self) -> None:
         """Throws away what is cached."""
-        self._found.clear()
+        self._clear()
         self._ahead = {key: [] for key in self._ahead}
         self._outside = None
 

@@ -268,6 +268,8 @@ class PathNormalized(PathOptimizer):
             p for p, gamma in zip(params, gammas, strict=True) if gamma is None and closure is not None
         ]
         view = InvariantView(inside, fallback, self._limit() if inside else None)
+        with torch.no_grad():
+            take_roots(gamma for _, gamma in inside)
         with torch.no_grad(), _hide_gradients(hidden), view.entered():
             return self._step_base(None if closure is None else view.wrap(closure))
 

@@ -36,7 +36,6 @@ OPTIMIZERS = {
     "PathSGD": sgd(lr=1e-2),
     "momentum": sgd(lr=1e-2, momentum=0.9, weight_decay=0.1),
     "nesterov": sgd(lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
-    "p=1": sgd(lr=1e-3, p=1),
     "fallback": sgd(lr=1e-2, fallback_lr=1e-1, weight_decay=0.1),
     "tensor lr": sgd(lr=torch.tensor(1e-2, device=DEVICE), momentum=0.5),
     "SGD": normalized(torch.optim.SGD, lr=1e-2, weight_decay=0.1),

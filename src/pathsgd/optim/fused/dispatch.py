@@ -134,7 +134,7 @@ class Dispatch:
         if not groups or not _uses_triton(self.choice, groups[0].parameters[0]):
             return None
         rule = groups[0].rule
-        if not all(group.rule.is_compatible(rule) for group in groups):
+        if rule.p != 2 or not all(group.rule.is_compatible(rule) for group in groups):
             return None
         parameters = [p for group in groups for p in group.parameters]
         if any(p.dtype is not torch.float32 for p in parameters):

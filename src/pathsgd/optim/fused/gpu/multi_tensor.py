@@ -44,7 +44,7 @@ class Row(NamedTuple):
     sizes: tuple[int, ...]
     """Of the three axes."""
     strides: tuple[tuple[int, ...], ...]
-    """Over them: of the weight, the gradient, the state and both factors of the root."""
+    """Over them: of the weight, the gradient, the state and both factors of gamma."""
 
 
 class MultiTensorStep:
@@ -54,7 +54,7 @@ class MultiTensorStep:
         groups: the parameters and their rules, which are compatible.
         states: of each parameter; the number of steps comes last, if the rule has one.
         gammas: what was measured, kept so that it is not freed.
-        roots: of each parameter, its gamma, or None for 1.
+        own: of each parameter, its gamma, or None for 1.
         before: the step that was taken before, whose tiles may serve.
         repeated: takes what a CUDA graph that is being captured is going to copy in every replay.
 
@@ -64,17 +64,17 @@ class MultiTensorStep:
 
     def __init__(
         self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas,
-        roots: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
+        own: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
     ) -> None:  # fmt: skip
         self.parameters = [p for group in groups for p in group.parameters]
         self.device = self.parameters[0].device
         self.groups, self.states, self.gammas = list(groups), list(states), gammas
         self.one = torch.ones((), device=self.device)
         self._repeated = repeated
-        moved = [self._find_tensors(*own) for own in zip(self.parameters, states, roots, strict=True)]
-        if any(t.dtype != torch.float32 or t.device != self.device for own in moved for t in own):
+        moved = [self._find_tensors(*each) for each in zip(self.parameters, states, own, strict=True)]
+        if any(t.dtype != torch.float32 or t.device != self.device for each in moved for t in each):
             raise NotStrided
-        self.rows = [_find_row(own) for own in moved]
+        self.rows = [_find_row(each) for each in moved]
         self.lengths = [len(group.parameters) for group in groups]
         self.weights = [p.data_ptr() for p in self.parameters]
         self.gradients: list[int]
@@ -96,7 +96,7 @@ class MultiTensorStep:
             raise NotStrided
         kept = self.groups[0].rule.state_count
         first, second, count = (*state[:kept], weight, weight)[:2] + (*state[kept:], weight)[:1]
-        factors = [] if gamma is None else [inverse for _, inverse, _ in gamma.roots()]
+        factors = [] if gamma is None else [factor.mantissa for factor in gamma.factors()]
         head, tail = ((*factors, self.one, self.one)[k].expand(weight.shape) for k in (0, 1))
         return [weight, weight.grad, first, second, count, head, tail]
 

@@ -1,9 +1,9 @@
 """One step of many tensors in a launch. Each program moves some entries of one tensor, found in a table.
 
-``1 / sqrt(gamma)`` is read as it is stored: entry by entry, or as the product of two numbers. A row of the
-table, in 64 bits each, is
+gamma is read as it is stored: entry by entry, or as the product of two numbers. A row of the table, in 64
+bits each, is
 
-    0-6    addresses: weight, gradient, two tensors of state, number of steps, and the two factors of the root
+    0-6    addresses: weight, gradient, two tensors of state, number of steps, and the two factors of gamma
     7-8    lr, weight decay, as floats
     9-11   number of entries, and sizes of the two inner axes
     12-26  strides over the three axes: of weight, gradient, state and both factors
@@ -29,7 +29,7 @@ TOGETHER: tl.constexpr = tl.constexpr(4)
 PLAIN: tl.constexpr = tl.constexpr(0)
 """All tensors lie entry by entry in the same order."""
 OUTER: tl.constexpr = tl.constexpr(1)
-"""But the root is the outer product of two vectors."""
+"""But gamma is the outer product of two vectors."""
 STRIDED: tl.constexpr = tl.constexpr(2)
 """Each in an order of its own."""
 
@@ -62,17 +62,23 @@ def _place(row, field: tl.constexpr, i, KIND: tl.constexpr):
 
 
 @triton.jit
+def _invert_root(x):
+    """``1 / sqrt(x)`` rounded as the reference rounds it, 0 for 0."""
+    return tl.where(x > 0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(x > 0, x, 1.0))), 0.0)
+
+
+@triton.jit
 def _load_root(row, i, mask, KIND: tl.constexpr):
     """``1 / sqrt(gamma)``."""
     if KIND == PLAIN:
-        return tl.load(_pointer(row, 5, KIND) + i, mask, 0.0)
+        return _invert_root(tl.load(_pointer(row, 5, KIND) + i, mask, 0.0))
     if KIND == OUTER:
         columns = tl.multiple_of(_integer(row, 11), TOGETHER)
         heads, tails = i // columns, i % columns
     else:
         heads, tails = _place(row, 21, i, KIND), _place(row, 24, i, KIND)
-    head = tl.load(_pointer(row, 5, KIND) + heads, mask, 0.0)
-    return head * tl.load(_pointer(row, 6, KIND) + tails, mask, 0.0)
+    head = _invert_root(tl.load(_pointer(row, 5, KIND) + heads, mask, 0.0))
+    return head * _invert_root(tl.load(_pointer(row, 6, KIND) + tails, mask, 0.0))
 
 
 @triton.jit
