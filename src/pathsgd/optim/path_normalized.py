@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import has_step_hooks, load_state_dict_hooks
+from pathsgd.geometry.gamma import take_roots
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
