@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pathsgd._torch import foreach, is_compiling
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.sharded import is_sharded
@@ -47,6 +48,7 @@ class EdgeWeights:
         self._weights = dict(graph.weights())
         self._signed: dict[int, Tensor] = {}
         self._powers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._shifts: dict[int, Tensor] = {}
         self._powered: frozenset[int] = frozenset()
         if not arithmetic.exponents and not math.isinf(arithmetic.p):
             self._powered = frozenset(
@@ -68,6 +70,13 @@ class EdgeWeights:
             return self.arithmetic, self.signed(k)
         powers, _ = self._powers_of(k)
         return self._of_powers, powers.expand(self._weights[k].shape)
+
+    def of_norm(self, norms: Mapping[int, ChannelNorm], k: int) -> tuple[Tensor, Tensor]:
+        """Scale and shift of one of these norms, by channel."""
+        if not self._shifts:
+            powers = [[self._powers_of(j)[0] for j in norm.shifts] for norm in norms.values()]
+            self._shifts = dict(zip(norms, _add_lists(powers), strict=True))
+        return self._powers_of(norms[k].scale)[0], self._shifts[k]
 
     def factor_power(self, k: int) -> ExtendedFloat | None:
         """``|.|^p`` of what multiplies the parameter of node k's edges, or None if nothing does."""
@@ -172,6 +181,21 @@ def _take_powers(arithmetic: Arithmetic, tensors: list[Tensor]) -> list[Tensor]:
     if arithmetic.p == 2 and _worth_batching(tensors):
         return list(foreach("mul", tensors, tensors))
     return [arithmetic.power(tensor) for tensor in tensors]
+
+
+def _add_lists(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sum of each list of tensors alike."""
+    totals = [own[0] for own in lists]
+    for place in range(1, max(map(len, lists))):
+        longer = [k for k, own in enumerate(lists) if place < len(own)]
+        more = [lists[k][place] for k in longer]
+        if _worth_batching(more):
+            sums = foreach("add", [totals[k] for k in longer], more)
+        else:
+            sums = [totals[k] + own for k, own in zip(longer, more, strict=True)]
+        for k, total in zip(longer, sums, strict=True):
+            totals[k] = total
+    return totals
 
 
 def _times(x: Tensor | None, y: Tensor | None) -> Tensor | None:

@@ -7,18 +7,22 @@ is the gradient of the sum of all outputs. For p = inf read max for sum.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
+from pathsgd.geometry.operations.channel_norm import FixedStatistics, apply_norm
+from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.folding import Folded
 from pathsgd.graph.nodes import Begin, Square, Weighted
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
+from pathsgd.graph.sharded import is_sharded
 
 Values = dict[int, ExtendedFloat]
 
@@ -30,6 +34,20 @@ class PoweredNetwork:
     traced: PathGraph
     folded: Folded
     edges: EdgeWeights
+    norms: Mapping[int, ChannelNorm] = field(default_factory=dict)
+    """Batch norms that are computed as one, by the node of their outputs: the nodes inside have no values."""
+
+    def join_norms(self) -> PoweredNetwork:
+        """The same with batch norms as one, where plain sums are computed and all weights are here."""
+        plain = not self.arithmetic.exponents and not math.isinf(self.arithmetic.p)
+        if not plain or any(map(is_sharded, self.edges.tensors.values())):
+            return self
+        return replace(self, norms=self.graph.channel_norms)
+
+    @functools.cached_property
+    def scales(self) -> frozenset[int]:
+        """The products inside of :attr:`norms`."""
+        return frozenset(norm.scale for norm in self.norms.values())
 
     @property
     def graph(self) -> PathGraph:
@@ -50,27 +68,38 @@ class PoweredNetwork:
         nodes, asked = self.graph.nodes, set(wanted)
         for k in reversed(range(len(nodes))):
             if k in asked:
-                asked.update(nodes[k].inputs)
-        last_reader = {source: k for k in sorted(asked) for source in nodes[k].inputs}
+                asked.update(self._sources(k))
+        last_reader = {source: k for k in sorted(asked) for source in self._sources(k)}
         gamma_in: Values = {}
         for k in sorted(asked):
             node = nodes[k]
-            inputs = [gamma_in[source] for source in node.inputs]
-            arithmetic, weight = self.edges.for_operation(k)
-            gamma_in[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
+            inputs = [gamma_in[source] for source in self._sources(k)]
+            if k in self.norms:
+                scale, shift = self.edges.of_norm(self.norms, k)
+                gamma_in[k] = ExtendedFloat(apply_norm(inputs[0].mantissa, scale, shift))
+            else:
+                arithmetic, weight = self.edges.for_operation(k)
+                gamma_in[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
             yield k, gamma_in[k]
-            for source in node.inputs:
+            for source in self._sources(k):
                 if last_reader[source] == k:
                     gamma_in.pop(source, None)
+
+    def _sources(self, k: int) -> tuple[int, ...]:
+        """The nodes that node k is computed from."""
+        return (self.norms[k].source,) if k in self.norms else self.graph.nodes[k].inputs
 
     def backward(self, gamma_in: Values) -> Iterator[tuple[int, ExtendedFloat]]:
         """``gamma_out`` of every node that paths leave, from the last to the first:
         ``gamma_out(u) = sum_v |w_uv|^p gamma_out(v)``.
 
-        ``gamma_in`` holds what :meth:`needed_by_backward` names; entries are dropped when used up.
+        ``gamma_in`` holds what :meth:`needed_by_backward` names; entries are dropped when used up. Of what is
+        inside of :attr:`norms` come the sums over places: of ``gamma_out`` for a shift, and for a scale of
+        ``gamma_in gamma_out``.
         """
         nodes = self.graph.nodes
         arriving: list[list[ExtendedFloat]] = [[] for _ in nodes]
+        statistics: FixedStatistics | None = None
         for k in reversed(range(len(nodes))):
             gamma_in.pop(k, None)
             if k in self.graph.ends:
@@ -80,13 +109,24 @@ class PoweredNetwork:
             gamma_out = self.arithmetic.add(arriving[k])
             arriving[k] = []
             yield k, gamma_out
+            if k in self.norms:
+                norm, x = self.norms[k], gamma_in[self.norms[k].source].mantissa
+                if statistics is None:
+                    statistics = FixedStatistics(max(nodes[j].shape[1] for j in self.norms), x)
+                scale, _ = self.edges.of_norm(self.norms, k)
+                back = statistics.adjoints(gamma_out.mantissa, x, scale)
+                for shift in norm.shifts:
+                    yield shift, ExtendedFloat(back.shift)
+                yield norm.scale, ExtendedFloat(back.scale)
+                arriving[norm.source].append(ExtendedFloat(back.x))
+                continue
             if all(isinstance(nodes[source].operation, Begin) for source in nodes[k].inputs):
                 continue  # nothing needs gamma_out of the inputs
             shapes = [nodes[source].shape for source in nodes[k].inputs]
             squared = gamma_in.get(nodes[k].inputs[0])
             arithmetic, weight = self.edges.for_operation(k)
-            back = adjoint(arithmetic, nodes[k].operation, gamma_out, weight, shapes, squared)
-            for source, flow in zip(nodes[k].inputs, back, strict=True):
+            flows = adjoint(arithmetic, nodes[k].operation, gamma_out, weight, shapes, squared)
+            for source, flow in zip(nodes[k].inputs, flows, strict=True):
                 arriving[source].append(flow)
 
     def needed_by_backward(self) -> set[int]:

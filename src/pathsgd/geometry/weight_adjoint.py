@@ -47,6 +47,8 @@ def gamma_of_use(
             per_edge = conv_weight_adjoint(
                 arithmetic, node.operation, gamma_in[node.inputs[0]], gamma_out, network.edges.signed(k)
             )
+        case Multiply(weight) if k in network.scales:
+            per_edge = gamma_out
         case Multiply(weight):
             per_edge = arithmetic.multiply(gamma_out, gamma_in[node.inputs[0]])
             per_edge = sum_to(arithmetic, per_edge, weight.shape)

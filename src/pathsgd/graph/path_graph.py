@@ -19,6 +19,7 @@ from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
 from pathsgd.graph.sharded import is_sharded
 
 if TYPE_CHECKING:
+    from pathsgd.graph.channel_norms import ChannelNorm
     from pathsgd.graph.folding import Folded
 
 
@@ -136,6 +137,13 @@ class PathGraph:
         from pathsgd.graph.folding import fold
 
         return fold(self)
+
+    @functools.cached_property
+    def channel_norms(self) -> dict[int, ChannelNorm]:
+        """Its batch norms with fixed statistics, by the node of their outputs."""
+        from pathsgd.graph.channel_norms import find_channel_norms
+
+        return find_channel_norms(self)
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.
