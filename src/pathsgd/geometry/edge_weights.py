@@ -75,7 +75,7 @@ class EdgeWeights:
         """Scale and shift of one of these norms, by channel."""
         if not self._shifts:
             powers = [[self._powers_of(j)[0] for j in norm.shifts] for norm in norms.values()]
-            self._shifts = dict(zip(norms, _add_lists(powers), strict=True))
+            self._shifts = dict(zip(norms, add_lists(powers), strict=True))
         return self._powers_of(norms[k].scale)[0], self._shifts[k]
 
     def factor_power(self, k: int) -> ExtendedFloat | None:
@@ -87,8 +87,7 @@ class EdgeWeights:
             factors = signed_weights(replace(weight, parameter=None), self.tensors, self.arithmetic.dtype)
             return self.arithmetic.edges(factors, weight.shape)
         _, power = self._powers_of(k)
-        assert power is not None
-        return ExtendedFloat(power.expand(weight.shape))
+        return None if power is None else ExtendedFloat(power.expand(weight.shape))
 
     def _powers_of(self, k: int) -> tuple[Tensor, Tensor | None]:
         if not self._powers:
@@ -101,10 +100,11 @@ class EdgeWeights:
         weights = [self._weights[k] for k in nodes]
         bases = self._bases(weights)
         factors: list[Tensor | None] = [None] * len(weights)
-        for place in range(max(len(weight.factors) for weight in weights)):
-            more = [_from_bases(w.factors[place] if place < len(w.factors) else None, bases) for w in weights]
-            factors = _multiply_pairs(factors, more)
-        edges = _multiply_pairs([_from_bases(w.parameter, bases) for w in weights], factors)
+        kept = [_drop_signs(weight) for weight in weights]
+        for place in range(max(map(len, kept))):
+            more = [_from_bases(own[place] if place < len(own) else None, bases) for own in kept]
+            factors = multiply_pairs(factors, more)
+        edges = multiply_pairs([_from_bases(w.parameter, bases) for w in weights], factors)
         signed = [*edges, *factors]
         powers = iter(_take_powers(self.arithmetic, [tensor for tensor in signed if tensor is not None]))
         powered = [None if tensor is None else next(powers) for tensor in signed]
@@ -130,6 +130,12 @@ def _base_key(stored: Stored) -> _Base:
     return stored.name, stored.literal, stored.inverse_sigma
 
 
+def _drop_signs(weight: Weight) -> tuple[Stored, ...]:
+    """The factors, without those whose powers are one, if anything is left then."""
+    kept = tuple(stored for stored in weight.factors if stored.literal not in ((1.0,), (-1.0,)))
+    return kept if kept or weight.parameter is not None else weight.factors
+
+
 def _from_bases(stored: Stored | None, bases: Mapping[_Base, Tensor]) -> Tensor | None:
     return None if stored is None else _view_stored(stored, bases[_base_key(stored)])
 
@@ -142,6 +148,8 @@ def _base(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor
         return _literal(stored.literal, shape, dtype or torch.get_default_dtype(), device)
     tensor = tensors[stored.name]
     tensor = tensor if dtype is None else tensor.to(dtype)
+    if tensor.is_cuda and tensor.dim() == 4:
+        tensor = tensor.contiguous()  # once, if the model is channels_last: products of matrices read it
     return tensor if stored.inverse_sigma is None else _inverse_sigmas([tensor], stored.inverse_sigma)[0]
 
 
@@ -183,10 +191,10 @@ def _take_powers(arithmetic: Arithmetic, tensors: list[Tensor]) -> list[Tensor]:
     return [arithmetic.power(tensor) for tensor in tensors]
 
 
-def _add_lists(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def add_lists(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sum of each list of tensors alike."""
     totals = [own[0] for own in lists]
-    for place in range(1, max(map(len, lists))):
+    for place in range(1, max(map(len, lists), default=0)):
         longer = [k for k, own in enumerate(lists) if place < len(own)]
         more = [lists[k][place] for k in longer]
         if _worth_batching(more):
@@ -203,7 +211,7 @@ def _times(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
 
 
-def _multiply_pairs(xs: Sequence[Tensor | None], ys: Sequence[Tensor | None]) -> list[Tensor | None]:
+def multiply_pairs(xs: Sequence[Tensor | None], ys: Sequence[Tensor | None]) -> list[Tensor | None]:
     """``x y`` of each pair, None standing for one."""
     pairs = {
         k: (x, y) for k, (x, y) in enumerate(zip(xs, ys, strict=True)) if x is not None and y is not None

@@ -21,7 +21,7 @@ from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import RangeCheck, measure_in_range, run_forward
 from pathsgd.geometry.sharded import gather_vectors, local_part, own_ends, place_like, shards_of
 from pathsgd.geometry.shared_weights import Shared, check_shared, shared_corrections
-from pathsgd.geometry.weight_adjoint import gamma_of_use, linear_ends, sum_to
+from pathsgd.geometry.weight_adjoint import gamma_of_use, gammas_of_norms, linear_ends, sum_to
 from pathsgd.graph.nodes import Expand, Reshape, Shape, Weighted
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 from pathsgd.graph.path_lengths import biased_sums
@@ -373,14 +373,19 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     summed: dict[tuple[int, Shape], ExtendedFloat] = {}
     vectors: dict[str, list[tuple[ExtendedFloat, ExtendedFloat]]] = {}
     wholes: dict[str, ExtendedFloat] = {}
+    by_channel: dict[int, Tensor] = {}
     for k, gamma_out in network.backward(gamma_in):
-        if check is not None and k not in network.scales:
+        inside = k in network.inside_norms
+        if check is not None and not inside:
             check.see(k, gamma_out, forward=False)
         operation = graph.nodes[k].operation
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue
         info = graph.parameters[operation.weight.parameter.name]
         if info.status is ParameterStatus.OUTSIDE or 0 in shapes[info.name]:
+            continue
+        if inside:
+            by_channel[k] = gamma_out.mantissa
             continue
         ends = linear_ends(network, gamma_in, gamma_out, k)
         if ends is not None:
@@ -393,6 +398,9 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
             gamma_out = summed[key]
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
         wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
+    for name, own in gammas_of_norms(network, by_channel).items():
+        whole = ExtendedFloat(own)
+        wholes[name] = arithmetic.add([wholes[name], whole]) if name in wholes else whole
     for name in [name for name in vectors if uses[name] > 1]:
         product = add_outer_products(arithmetic, vectors.pop(name))
         wholes[name] = arithmetic.add([wholes[name], product]) if name in wholes else product

@@ -102,7 +102,7 @@ def _forward(
     with full_precision(plain.device):
         wanted = [plain.folded.whole[k] for k in ends]
         check, values = RangeCheck(plain), {}
-        for k, value in plain.forward(wanted):
+        for k, value in plain.join_norms().forward(wanted):
             with torch.no_grad():
                 check.see(k, value, forward=True)
             if k in wanted:

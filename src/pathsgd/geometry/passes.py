@@ -45,9 +45,9 @@ class PoweredNetwork:
         return replace(self, norms=self.graph.channel_norms)
 
     @functools.cached_property
-    def scales(self) -> frozenset[int]:
-        """The products inside of :attr:`norms`."""
-        return frozenset(norm.scale for norm in self.norms.values())
+    def inside_norms(self) -> frozenset[int]:
+        """The scales and shifts of :attr:`norms`."""
+        return frozenset(k for norm in self.norms.values() for k in (norm.scale, *norm.shifts))
 
     @property
     def graph(self) -> PathGraph:
@@ -94,8 +94,8 @@ class PoweredNetwork:
         ``gamma_out(u) = sum_v |w_uv|^p gamma_out(v)``.
 
         ``gamma_in`` holds what :meth:`needed_by_backward` names; entries are dropped when used up. Of what is
-        inside of :attr:`norms` come the sums over places: of ``gamma_out`` for a shift, and for a scale of
-        ``gamma_in gamma_out``.
+        inside of :attr:`norms` come the sums over places, by channel: of ``gamma_out`` for a shift, and of
+        ``gamma_in gamma_out`` for a scale.
         """
         nodes = self.graph.nodes
         arriving: list[list[ExtendedFloat]] = [[] for _ in nodes]

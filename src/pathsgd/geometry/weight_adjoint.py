@@ -4,7 +4,11 @@ network."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from torch import Tensor
+
+from pathsgd.geometry.edge_weights import add_lists, multiply_pairs
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint
 from pathsgd.geometry.operations.contraction import linear_weight_adjoint
@@ -47,8 +51,6 @@ def gamma_of_use(
             per_edge = conv_weight_adjoint(
                 arithmetic, node.operation, gamma_in[node.inputs[0]], gamma_out, network.edges.signed(k)
             )
-        case Multiply(weight) if k in network.scales:
-            per_edge = gamma_out
         case Multiply(weight):
             per_edge = arithmetic.multiply(gamma_out, gamma_in[node.inputs[0]])
             per_edge = sum_to(arithmetic, per_edge, weight.shape)
@@ -59,6 +61,22 @@ def gamma_of_use(
     assert weight.parameter is not None
     shape = network.graph.parameters[weight.parameter.name].shape
     return _to_parameter(arithmetic, weight, per_edge, network.edges.factor_power(k), shape)
+
+
+def gammas_of_norms(network: PoweredNetwork, by_channel: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Of the parameters of batch norms that are computed as one, from the sums over places of their scales
+    and shifts: all in a few launches."""
+    weights = {k: network.graph.nodes[k].operation.weight for k in by_channel}  # type: ignore[union-attr]
+    factors = [network.edges.factor_power(k) for k in by_channel]
+    products = multiply_pairs(list(by_channel.values()), [f if f is None else f.mantissa for f in factors])
+    found: dict[str, list[Tensor]] = {}
+    for weight, product in zip(weights.values(), products, strict=True):
+        assert product is not None
+        assert weight.parameter is not None
+        shape = network.graph.parameters[weight.parameter.name].shape
+        own = _to_parameter(network.arithmetic, weight, ExtendedFloat(product), None, shape)
+        found.setdefault(weight.parameter.name, []).append(own.mantissa)
+    return dict(zip(found, add_lists(list(found.values())), strict=True))
 
 
 def _to_parameter(

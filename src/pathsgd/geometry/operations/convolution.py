@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
@@ -56,19 +57,36 @@ LARGEST_PRODUCT = 1 << 22
 def _better_as_product(operation: Conv, x: Tensor) -> bool:
     """A convolution of one image by many channels: cudnn walks it with few threads, up to five times as long
     as a matrix product takes."""
-    if not x.is_cuda or x.dim() != 4 or len(x) != 1 or operation.transposed or operation.groups != 1:
+    if not x.is_cuda or x.dim() != 4 or len(x) != 1 or operation.groups != 1:
         return False
-    places = math.prod(_output_size(operation, tuple(x.shape[2:])))
-    return places * math.prod(operation.weight.shape[1:]) <= LARGEST_PRODUCT
+    small = tuple(x.shape[2:]) if operation.transposed else _output_size(operation, tuple(x.shape[2:]))
+    entries = math.prod(small) * math.prod(operation.weight.shape[1:])
+    return entries <= LARGEST_PRODUCT or _is_pointwise(operation)
+
+
+def _is_pointwise(operation: Conv) -> bool:
+    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
+    return once and not any(operation.padding) and not any(operation.output_padding)
 
 
 def _product(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
     """The convolution as the product of the weights and the matrix of patches."""
-    patches = torch.nn.functional.unfold(
-        x, tuple(edges.shape[2:]), operation.dilation, operation.padding, operation.stride
-    )
-    y = edges.reshape(len(edges), -1) @ patches[0]
-    return y.reshape(1, len(edges), *_output_size(operation, tuple(x.shape[2:])))
+    matrix, size = edges.reshape(len(edges), -1), _output_size(operation, tuple(x.shape[2:]))
+    if not operation.transposed:
+        return (matrix @ _patches(operation, x)).reshape(1, len(edges), *size)
+    patches = matrix.t() @ x.reshape(len(edges), -1)
+    if _is_pointwise(operation):
+        return patches.reshape(1, -1, *size)
+    taps = tuple(edges.shape[2:])
+    return F.fold(patches[None], size, taps, operation.dilation, operation.padding, operation.stride)
+
+
+def _patches(operation: Conv, x: Tensor) -> Tensor:
+    """What the weights of a channel see of one image at each place: ``(inputs * taps, places)``."""
+    if _is_pointwise(operation):
+        return x.reshape(x.shape[1], -1)
+    taps = operation.weight.shape[2:]
+    return F.unfold(x, taps, operation.dilation, operation.padding, operation.stride)[0]
 
 
 def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
@@ -120,6 +138,9 @@ def conv_weight_adjoint(
     x, gradient = arithmetic.align(x, rest), arithmetic.align(gradient, rest)
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
+    elif not operation.transposed and _better_as_product(operation, x.mantissa):
+        by_place = gradient.mantissa.reshape(len(weight), -1)
+        value = (by_place @ _patches(operation, x.mantissa).t()).reshape(weight.shape)
     else:
         _, value, _ = torch.ops.aten.convolution_backward(
             gradient.mantissa, x.mantissa, weight.to(arithmetic.dtype), None, operation.stride,

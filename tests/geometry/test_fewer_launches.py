@@ -1,0 +1,97 @@
+"""Convolutions as matrix products and batch norms as one, against the operations they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from pathsgd.geometry import passes
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.geometry.operations import convolution
+from pathsgd.graph.nodes import Conv, Stored, Weight
+from support.networks import SmallResNet, Vgg, build
+
+PLAIN = Arithmetic(2.0, torch.float64)
+CONVOLUTIONS = {
+    "3x3": ((5, 3, 3, 3), (1, 1), (1, 1), (1, 1)),
+    "stride": ((5, 3, 3, 2), (2, 3), (1, 0), (1, 1)),
+    "dilation": ((2, 4, 3, 3), (1, 2), (2, 2), (2, 1)),
+    "pointwise": ((6, 3, 1, 1), (1, 1), (0, 0), (1, 1)),
+    "pointwise, stride": ((6, 3, 1, 1), (2, 2), (0, 0), (1, 1)),
+    "pointwise, padding": ((6, 3, 1, 1), (1, 1), (1, 0), (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("shape", "stride", "padding", "dilation"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_products(shape, stride, padding, dilation, monkeypatch):
+    """Forward, back to the inputs, and to the weights."""
+    stored = Stored(shape, "weight")
+    operation = Conv(Weight(shape, stored), stride, padding, dilation, output_padding=(0, 0))
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (
+        torch.rand(s, generator=generator, dtype=torch.float64) for s in (shape, (1, shape[1], 9, 8))
+    )
+
+    def run():
+        y = convolution.conv(PLAIN, operation, ExtendedFloat(x), weight)
+        back = convolution.transpose_conv(operation, tuple(x.shape), tuple(y.mantissa.shape))
+        gradient = ExtendedFloat(y.mantissa.cos().abs())
+        into = convolution.conv(PLAIN, back, gradient, weight)
+        by_weight = convolution.conv_weight_adjoint(PLAIN, operation, ExtendedFloat(x), gradient, weight)
+        return [value.mantissa for value in (y, into, by_weight)]
+
+    expected, made = run(), []
+    product = convolution._product
+    monkeypatch.setattr(convolution, "_better_as_product", lambda *_: True)
+    monkeypatch.setattr(convolution, "_product", lambda *own: made.append(1) or product(*own))
+    for found, own in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-12, atol=0)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("kind", [SmallResNet, Vgg])
+def test_batch_norms_as_one(kind, p, monkeypatch):
+    model, x = build(kind, torch.float64)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight[0] = 0  # as some are initialised
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+    graph = pathsgd.trace(model, x)
+    joined = []
+    join = passes.PoweredNetwork.join_norms
+    monkeypatch.setattr(
+        passes.PoweredNetwork, "join_norms", lambda own: joined.append(join(own)) or joined[-1]
+    )
+    found = measure_gammas(graph, graph.tensors(model), p)
+    monkeypatch.setattr(passes.PoweredNetwork, "join_norms", lambda own: own)
+    expected = measure_gammas(graph, graph.tensors(model), p)
+    assert len(joined[0].norms) == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) > 0
+    for name, gamma in expected.items():
+        torch.testing.assert_close(found[name].dense(), gamma.dense(), rtol=1e-12, atol=0)
+
+
+def test_what_else_is_read_is_not_joined():
+    """The product of a norm that is also returned, and weights that are not by channel."""
+
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.scale, self.shift = (
+                nn.Conv2d(2, 3, 1),
+                nn.Parameter(torch.ones(3, 1, 1)),
+                nn.Conv2d(2, 3, 1),
+            )
+            self.bias, self.by_place = nn.Parameter(torch.ones(3, 1, 1)), nn.Parameter(torch.ones(3, 1, 4))
+
+        def forward(self, x):
+            scaled = self.conv(x) * self.scale
+            return scaled + self.bias, scaled, torch.relu(self.shift(x)) * self.scale + self.by_place
+
+    graph = pathsgd.trace(Read(), torch.ones(1, 2, 4, 4))
+    assert graph.folded.graph.channel_norms == {}
