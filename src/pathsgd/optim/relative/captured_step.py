@@ -41,8 +41,9 @@ class CapturedStep:
     ) -> None:
         self.optimizer, self.parameters, self.run, self.point = optimizer, parameters, run, point
         self.measurement, self.coordinates = measurement, coordinates
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.rates = {
-            k: torch.zeros((), device=parameters[0].device)
+            k: torch.zeros((), dtype=dtype, device=parameters[0].device)
             for k, group in enumerate(optimizer.param_groups)
             if not isinstance(group["lr"], Tensor)
         }
