@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pathsgd._torch import ALL_GATHER
+
 from .calls import Call, Calls, Kind
 from .shapes import LlamaSize
 
@@ -77,7 +79,7 @@ class Llama(nn.Module):
 
 
 KINDS: dict[str, Kind] = {
-    "all_gather_into_tensor": "gather", "all_reduce": "reduce", "all_to_all_single": "exchange",
+    ALL_GATHER: "gather", "all_reduce": "reduce", "all_to_all_single": "exchange",
 }  # fmt: skip
 
 

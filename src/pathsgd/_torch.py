@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
@@ -23,6 +24,15 @@ tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 
 # What torch.optim's own optimizers decorate step() with, for differentiable=True.
 use_grad_for_differentiable: Callable[[Any], Any] = _use_grad_for_differentiable
+
+
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Its name since torch 2.13, and before."""
+
+
+def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """The tensors of all ranks one after the other. A collective call."""
+    getattr(dist, ALL_GATHER)(output, own, group=group)
 
 
 def defaults_to_foreach(params: list[Tensor], differentiable: bool) -> bool:

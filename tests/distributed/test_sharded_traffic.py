@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pathsgd
 from pathsgd import PathAdam, PathMuon, PathSGD
+from pathsgd._torch import ALL_GATHER
 from pathsgd.optim.relative.spectral import FIRST
 from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
@@ -82,9 +83,7 @@ def check_relative_steps(ranks):
     for found in ranks:
         for name in ("PathMuon", "PathAdam", "relative PathSGD"):
             sent = found[name]
-            gathers, sums, exchanged = (
-                sent[key] for key in ("all_gather_into_tensor", "all_reduce", "all_to_all_single")
-            )
+            gathers, sums, exchanged = (sent[key] for key in (ALL_GATHER, "all_reduce", "all_to_all_single"))
             assert len(gathers) <= 4, name  # of layers, and of all biases together
             assert max(gathers) <= biases, name
             # PathAdam multiplies steps by vectors, all blocks together.

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from pathsgd._torch import ALL_GATHER
+
 
 @contextmanager
 def counted_numbers():
     """How many numbers every collective call sends that Python code asks for."""
-    names = ("all_gather_into_tensor", "all_reduce", "broadcast", "all_to_all_single")
+    names = (ALL_GATHER, "all_reduce", "broadcast", "all_to_all_single")
     sent = {name: [] for name in names}
     originals = {name: getattr(dist, name) for name in names}
 

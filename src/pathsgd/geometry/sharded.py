@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pathsgd._torch import all_gather
 from pathsgd.errors import PathError
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat
 from pathsgd.graph.nodes import Conv, Linear, Permute, Weight, Weighted
@@ -73,7 +74,7 @@ class Shard:
         padded[: len(rows)] = rows
         ranks = dist.get_world_size(self.group)
         gathered = padded.new_empty(ranks * self.largest, *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        all_gather(gathered, padded, self.group)
         return gathered[: self.size].movedim(0, dim)
 
 
@@ -269,7 +270,7 @@ def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor
     flat = torch.cat([rows.flatten() for rows in padded])
     ranks = dist.get_world_size(group)
     gathered = flat.new_empty(ranks * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=group)
+    all_gather(gathered, flat, group)
     columns = gathered.view(ranks, -1).split([rows.numel() for rows in padded], 1)
     return {
         name: part.reshape(-1, *rows.shape[1:])[: shard.size].movedim(0, shard.dim)
