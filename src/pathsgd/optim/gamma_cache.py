@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pathsgd._torch import Version, is_capturing, is_compiling, versions
-from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.gamma import Gamma, Gammas, measure, measure_gammas
-from pathsgd.geometry.passes import PoweredNetwork
-from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.gamma import Gamma, Gammas
 from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
@@ -25,57 +22,15 @@ from pathsgd.optim.backward_start import BackwardStart
 from pathsgd.optim.batch_counters import are_counted
 from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from pathsgd.optim.captured_measurement import CapturedMeasurement
+from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
+from pathsgd.optim.measurement import F, GammaMeasurement, Measurement
 from pathsgd.optim.model_tensors import ModelTensors
 from pathsgd.optim.on_device import on_device
 from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
 """Measurements before gamma is captured in a CUDA graph."""
-
-
-class Found(Protocol):
-    """What was measured."""
-
-    @property
-    def exponents(self) -> bool: ...
-
-
-F = TypeVar("F", bound=Found, covariant=True)
-
-
-class Measurement(Protocol[F]):
-    """Something that depends on the weights alone."""
-
-    capturable: bool
-    """Whether :meth:`measure` alone finds it, so that a CUDA graph can."""
-    reads_statistics: bool
-    """Whether running statistics enter, which a forward pass writes."""
-
-    def adapt(self, graph: PathGraph) -> PathGraph:
-        """The graph that is measured."""
-
-    def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> F: ...
-
-    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> F: ...
-
-
-class GammaMeasurement:
-    """gamma of every parameter."""
-
-    def __init__(self, shared: Shared) -> None:
-        self.shared = shared
-        self.capturable = shared == "kappa1"
-        self.reads_statistics = True
-
-    def adapt(self, graph: PathGraph) -> PathGraph:
-        return graph
-
-    def run(self, graph: PathGraph, tensors: Tensors, p: float, exponents: bool | None) -> Gammas:
-        return measure_gammas(graph, tensors, p, exponents=exponents, shared=self.shared)
-
-    def measure(self, network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
-        return measure(network, check)
 
 
 Key = tuple[Measurement[Any], float]
@@ -101,9 +56,8 @@ class GammaCache:
         self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
-        self.names = _names(self.model)
+        self.known = KnownParameters(self.model)
         self._model_tensors = ModelTensors(self.model)
-        self._identified = 0
         self.needs_exponents: dict[Key, bool] = {}
         self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
@@ -126,6 +80,11 @@ class GammaCache:
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Of the model's Parameters, by id."""
+        return self.known.names
 
     @property
     def graph(self) -> PathGraph:
@@ -155,7 +114,7 @@ class GammaCache:
                     self._in_capture[key] = found
                 return found
             tensors = self.tensors()
-            self._check_walk()
+            self.known.check_walk(self._model_tensors)
             self._versions = self._find_versions(tensors)
             with on_device(next(iter(tensors.values())).device):
                 self._found[key] = self._measure(measurement, p, tensors)
@@ -334,43 +293,16 @@ class GammaCache:
         self._ahead = {key: [] for key in self._ahead}
         self._outside = None
 
-    def check_known(self, groups: Sequence[dict[str, Any]]) -> None:
-        """At least one parameter of the optimizer is the model's; others may come along."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        if parameters and not any(id(parameter) in self.names for parameter in parameters):
-            raise TypeError(
-                "none of these parameters belongs to the model the graph was traced from (those of a copy "
-                "do not), so this would silently be SGD: trace the model they belong to"
-            )
-
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
-        if self._identified != self._model_tensors.walks or not self._model_tensors.is_same_structure():
-            self._identified = -1
-        self._check_walk()
-
-    def _check_walk(self) -> None:
-        """The same, right after its tensors were read."""
-        if self._identified == self._model_tensors.walks:
-            return
-        for name, parameter in self.model.named_parameters():
-            if self.names.get(id(parameter)) != name:
-                raise PathError(
-                    f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
-                    "added since, as fully_shard does); make the optimizer again"
-                )
-        self._identified = self._model_tensors.walks
+        self.known.check_model(self._model_tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("names", "_backward_start", "_forward_done", "_read", "_in_capture"))
+        gone = dict.fromkeys(("_backward_start", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
-            "_found_statistics": (0, [], True), "_identified": 0,
+            "_found_statistics": (0, [], True),
         }  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.names = _names(self.model)
 
 
 def _has_other_ranks() -> bool:
@@ -380,7 +312,3 @@ def _has_other_ranks() -> bool:
 
 def _are_on_gpu(tensors: Tensors) -> bool:
     return all(tensor.is_cuda for tensor in tensors.values())
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}

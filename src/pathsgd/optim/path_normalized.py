@@ -135,7 +135,7 @@ class PathNormalized(PathOptimizer):
         self.relative = relative
         self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
         base = optimizer_class(params, **options)
-        self.gamma_cache.check_known(base.param_groups)
+        self.gamma_cache.known.check_groups(base.param_groups)
         for group in base.param_groups:
             _check_group(group)
         self._share(base)

@@ -163,7 +163,7 @@ class PathSGD(PathOptimizer):
         self._step_limit = StepLimit(self.gamma_cache)
         self.relative = relative
         self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
-        self.gamma_cache.check_known(self.param_groups)
+        self.gamma_cache.known.check_groups(self.param_groups)
         if not relative:
             self.gamma_cache.calibrate(p)
 

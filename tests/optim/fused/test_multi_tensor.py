@@ -12,7 +12,7 @@ from torch import nn
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
 from pathsgd.graph.path_graph import remember_model
-from pathsgd.optim import gamma_cache
+from pathsgd.optim import gamma_cache, measurement
 from pathsgd.optim.fused.gpu import multi_tensor
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import OUTER, PLAIN, STRIDED
 from support import cases
@@ -141,13 +141,13 @@ def test_a_step_that_is_captured_measures_once(implementation, monkeypatch):
     groups = [{"params": matrices}, {"params": vectors, "lr": 1e-3}]
     optimizer = PathSGD(groups, graph=graph, lr=1e-2, implementation=implementation)
     measured = []
-    measure = gamma_cache.GammaMeasurement.run
+    measure = measurement.GammaMeasurement.run
 
     def count(*arguments):
         measured.append(arguments)
         return measure(*arguments)
 
-    monkeypatch.setattr(gamma_cache.GammaMeasurement, "run", count)
+    monkeypatch.setattr(measurement.GammaMeasurement, "run", count)
     monkeypatch.setattr(gamma_cache, "is_capturing", lambda: True)
     run(model, optimizer, steps=2)
     assert len(measured) == 2
