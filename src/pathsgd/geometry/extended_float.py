@@ -71,7 +71,7 @@ class Bounds(NamedTuple):
 
     def least_sum(self, largest: float) -> float:
         """In steps, so that it seldom changes."""
-        return self.term + 10 + 15 * max(0, math.ceil((largest - 10) / 15))
+        return self.term + 5 * max(2, math.ceil(largest / 5))
 
 
 def safe_bounds(dtype: torch.dtype, order: float) -> Bounds:

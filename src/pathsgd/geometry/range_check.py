@@ -69,14 +69,17 @@ class RangeCheck:
             self._see_factors(k, operation.weight)
 
     def _see_factors(self, k: int, weight: Weight) -> None:
+        edges, arithmetic = self.network.edges, self.network.arithmetic
         if weight.parameter is None or not weight.factors:
             return
-        arithmetic = self.network.arithmetic
-        factors = signed_weights(
-            replace(weight, parameter=None), self.network.edges.tensors, arithmetic.dtype
-        )
-        power = torch.where(factors == 0, 1, arithmetic.power(factors))  # zero is exact
-        self.factors.append((k, *torch.aminmax(power)))
+        power = edges.factor_power(k)
+        assert power is not None
+        mantissa = power.mantissa
+        if any(factor.inverse_sigma is None for factor in weight.factors):
+            # It may be zero, as a running mean or a mask.
+            factors = signed_weights(replace(weight, parameter=None), edges.tensors, arithmetic.dtype)
+            mantissa = torch.where(factors == 0, 1, mantissa)
+        self.factors.append((k, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:
         if not self.looked:

@@ -21,8 +21,8 @@ from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 T = TypeVar("T")
 
 CHECK_EVERY = 16
-"""Replays between two range checks: far too few to leave the range of plain floats, where there is room. Where
-there is not, every replay is checked, and waited for."""
+"""Replays between two range checks: far too few to leave the range of plain floats, where there is room. Else
+every replay is checked, and waited for."""
 
 
 class CapturedMeasurement(Generic[T]):
@@ -91,8 +91,9 @@ class CapturedMeasurement(Generic[T]):
                 # The eager measurement before was checked fully: what is suspect now is a dead unit, and may
                 # be.
                 self._usual = suspects
-        elif self._replays % CHECK_EVERY == 0:
-            # Without waiting for the device: this reads what the check before this one copied.
+        elif self._replays < CHECK_EVERY or self._replays % CHECK_EVERY == 0:
+            # At first every time: path weights grow by up to 2^50 while running statistics settle. Without
+            # waiting for the device: this reads what the check before this one copied.
             suspects = self._find_suspects()
             self.checked_passes.replay()
             self.seen.copy_(self.extremes, non_blocking=True)
