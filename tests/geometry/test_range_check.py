@@ -15,7 +15,7 @@ import pathsgd
 from pathsgd.console.networks import Bottleneck, ResNet
 from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.range_check import measure_in_range
+from pathsgd.geometry.range_check import has_room, measure_in_range
 from pathsgd.optim.gamma_cache import GammaCache
 
 LARGEST_ERROR = 1e-5
@@ -88,6 +88,15 @@ def test_whatever_passes_is_right(p, convs, units, norms, sigmas, head, dead):
     measure_both(graph, tensors, p)
     found, exact = (log2_factors(graph, tensors, p, exponents) for exponents in (None, True))
     torch.testing.assert_close(found, exact, rtol=0, atol=LARGEST_ERROR)
+
+
+def test_dead_units_on_both_sides_need_no_exponents():
+    model, graph = convolutions()
+    tensors = {name: tensor.clone() for name, tensor in graph.tensors(model).items()}
+    for name in ("4.weight", "4.bias", "7.weight", "7.bias"):
+        tensors[name][1] = 0
+    assert measure_both(graph, tensors)
+    assert measure_gammas(graph, tensors)["6.weight"].dense()[1, 1].max() == 0
 
 
 @functools.cache
@@ -198,3 +207,5 @@ def test_steps_that_cannot_be_checked_are_left_room():
             layer.weight.fill_(2.0**n)
         assert cache.gammas(2).exponents != plain
         assert cache.needs_exponents[cache.gamma_measurement, 2] != room
+        pathsgd.path_norm(model, graph)  # looks at the way there alone
+        assert has_room(graph, 2) == room

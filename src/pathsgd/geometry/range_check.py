@@ -87,20 +87,9 @@ class RangeCheck:
         extremes = self.extremes().tolist()
         suspects = self.suspects(extremes)
         passed = suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
-        if passed:
-            self.has_room(extremes)
-        else:
+        if not passed:
             self._announce(extremes)
         return passed
-
-    def has_room(self, extremes: Extremes) -> bool:
-        """Whether plain floats will be enough for some steps to come, too."""
-        near = _near_the_end.setdefault(self.network.traced, set())
-        if self.suspects(extremes, ROOM) is None:
-            near.add(self.network.arithmetic.p)
-            return False
-        near.discard(self.network.arithmetic.p)
-        return True
 
     def _announce(self, extremes: Extremes) -> None:
         """Says once for a graph that exponents are used from now on: they take longer."""
@@ -108,11 +97,11 @@ class RangeCheck:
         if graph in _announced:
             return
         _announced.add(graph)
-        least = min(filter(None, extremes[0]), default=0.0)
+        least, largest = (row[: len(self.looked)] for row in extremes)
         _log.warning(
             "the path weights of %s (from %.1e to %.1e) leave what %s is trusted with, so they are computed "
             "with an exponent for every unit: exact, and up to three times as long",
-            graph.model, least, max(extremes[1]), self.network.arithmetic.dtype,
+            graph.model, min(filter(None, least), default=0.0), max(largest), self.network.arithmetic.dtype,
         )  # fmt: skip
 
     def extremes(self) -> Tensor:
@@ -120,18 +109,20 @@ class RangeCheck:
         seen = [*(x[-2:] for x in self.looked), *(x[-2:] for x in self.factors)]
         return torch.stack([*(least for least, _ in seen), *(largest for _, largest in seen)]).reshape(2, -1)
 
-    def suspects(self, extremes: Extremes, room: float = 0.0) -> Suspects | None:
-        """Where something is too small, or is zero; None if a number, or gamma_in times gamma_out, is too
-        large, or would be if it were 2^room times what it is."""
+    def suspects(self, extremes: Extremes) -> Suspects | None:
+        """Where something is too small, or is zero; None if a number is too large, or gamma_in times
+        gamma_out is out of range. Remembers whether there is room."""
         arithmetic = self.network.arithmetic
         bounds = safe_bounds(arithmetic.dtype, arithmetic.order)
         pairs = [(_log2(least), _log2(largest)) for least, largest in zip(*extremes, strict=True)]
         seen, factors = pairs[: len(self.looked)], pairs[len(self.looked) :]
-        if all(forward for _, forward, *_ in self.looked):
+        forward_alone = all(forward for _, forward, *_ in self.looked)
+        if forward_alone:
             # What a derivative will be multiplied by, of all that leaves the units, is not known.
             bounds = bounds._replace(largest=math.log2(safe_range(arithmetic.dtype)[2]))
         top = max([0.0, *(largest for _, largest in seen)])
-        if top > bounds.largest - room:
+        room = bounds.largest - top
+        if room < 0:
             return None
         found = set()
         trusted: dict[tuple[int, bool], tuple[float, float]] = {(BEGIN, True): (0.0, 0.0)}
@@ -152,11 +143,19 @@ class RangeCheck:
             least = min(least for least, _ in arriving) + trusted[k, False][0]
             largest = max(largest for _, largest in arriving) + trusted[k, False][1] + terms
             smaller, larger = by_node.get(k, (0.0, 0.0))
-            if min(least, least + smaller) < -bounds.gamma:
+            room = min(room, bounds.gamma - max(largest, larger, largest + larger))
+            if room < 0 or min(least, least + smaller) < -bounds.gamma:
                 return None
-            if max(largest, larger, largest + larger) > bounds.gamma - room:
-                return None
+        if not forward_alone:
+            self._remember(room >= ROOM)
         return found
+
+    def _remember(self, has_room: bool) -> None:
+        near = _near_the_end.setdefault(self.network.traced, set())
+        if has_room:
+            near.discard(self.network.arithmetic.p)
+        else:
+            near.add(self.network.arithmetic.p)
 
     def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""

@@ -14,7 +14,7 @@ import torch
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects
+from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, has_room
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
@@ -30,6 +30,7 @@ class CapturedMeasurement(Generic[T]):
 
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
+        self.graph, self.p = graph, p
         self.addresses = addresses(tensors)
         self.passes, self.checked_passes = CUDAGraph(), CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
@@ -47,7 +48,7 @@ class CapturedMeasurement(Generic[T]):
         if self.extremes is not None:
             self.seen = torch.empty(self.extremes.shape, dtype=self.extremes.dtype, pin_memory=True)
         self._usual: Suspects | None = None
-        self._replays, self._has_room = 0, True
+        self._replays = 0
         self._stream: torch.cuda.Stream | None = None
         self._ahead: T | None = None
 
@@ -83,10 +84,10 @@ class CapturedMeasurement(Generic[T]):
     def _in_range(self) -> bool:
         assert self.extremes is not None
         assert self.seen is not None
-        if self._replays == 0 or not self._has_room:
+        if self._replays == 0 or not has_room(self.graph, self.p):
             self.checked_passes.replay()
             self.seen.copy_(self.extremes)
-            suspects = self._find_suspects()
+            suspects = self.check.suspects(self.seen.tolist())
             if self._replays == 0:
                 # The eager measurement before was checked fully: what is suspect now is a dead unit, and may
                 # be.
@@ -94,18 +95,12 @@ class CapturedMeasurement(Generic[T]):
         elif self._replays < CHECK_EVERY or self._replays % CHECK_EVERY == 0:
             # At first every time: path weights grow by up to 2^50 while running statistics settle. Without
             # waiting for the device: this reads what the check before this one copied.
-            suspects = self._find_suspects()
+            suspects = self.check.suspects(self.seen.tolist())
             self.checked_passes.replay()
             self.seen.copy_(self.extremes, non_blocking=True)
         else:
             return self._usual is not None
         return suspects is not None and self._usual is not None and suspects <= self._usual
-
-    def _find_suspects(self) -> Suspects | None:
-        assert self.seen is not None
-        seen = self.seen.tolist()
-        self._has_room = self.check.has_room(seen)
-        return self.check.suspects(seen)
 
 
 def _wait_on_host(stream: torch.cuda.Stream) -> None:
