@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pathsgd
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD, clip_path_grad_norm_
-from pathsgd.optim import gamma_cache
+from pathsgd.optim import measurement
 from support.networks import Mlp, SmallResNet, Vgg, build
 from support.training import backward, train, unchanged, weights
 
@@ -167,8 +167,8 @@ def test_a_limit_looks_at_all_groups_and_at_decay():
 def test_a_limit_does_not_measure_more_often(make, monkeypatch):
     model, x = build(Mlp)
     calls = []
-    real = gamma_cache.measure_gammas
-    monkeypatch.setattr(gamma_cache, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = measurement.measure_gammas
+    monkeypatch.setattr(measurement, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
     optimizer = make(model, example_input=x, refresh_every=4, max_relative_step=1e6)
     calls.clear()
     train(model, optimizer, x, steps=8)

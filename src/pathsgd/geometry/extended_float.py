@@ -47,7 +47,8 @@ def exact_frexp(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
-    """(smallest product, smallest sum, largest number) that plain floats are trusted with.
+    """(smallest product, smallest sum, largest number) that plain floats are trusted with, if nothing else is
+    known of the numbers.
 
     A term of a sum is known to within the smallest subnormal times the largest number; a sum over
     these bounds is so much larger that nothing is lost. A product only has to be a normal number.
@@ -55,6 +56,29 @@ def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
     if dtype == torch.float64:
         return 2.0**-1000, 2.0**-600, 2.0**400
     return 2.0**-120, 2.0**-60, 2.0**40
+
+
+class Bounds(NamedTuple):
+    """What plain floats are trusted with where the largest number is known; binary logarithms."""
+
+    gamma: float
+    """Of ``gamma_in gamma_out``, from above and, negative, from below: a normal number with bits to spare."""
+    largest: float
+    least_product: float
+    term: float
+    """A term of a sum is known to within the smallest subnormal times the largest number; a sum that is
+    2^term times that number is so much larger that nothing is lost."""
+
+    def least_sum(self, largest: float) -> float:
+        """In steps, so that it seldom changes."""
+        return self.term + 5 * max(2, math.ceil(largest / 5))
+
+
+def safe_bounds(dtype: torch.dtype, order: float) -> Bounds:
+    """The bounds of path weights of order p. ``(a b)^(1/p)`` of any two numbers is a normal number, too."""
+    gamma, largest, term = (1000, 900, -1000) if dtype == torch.float64 else (120, 100, -100)
+    most = gamma / 2 * order
+    return Bounds(gamma, min(largest, most), -min(gamma, most), term)
 
 
 @dataclass(frozen=True)

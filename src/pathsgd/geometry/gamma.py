@@ -374,10 +374,13 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     vectors: dict[str, list[tuple[ExtendedFloat, ExtendedFloat]]] = {}
     wholes: dict[str, ExtendedFloat] = {}
     by_channel: dict[int, Tensor] = {}
+    arrived: ExtendedFloat
     for k, gamma_out in network.backward(gamma_in):
         inside = k in network.inside_norms
-        if check is not None and not inside:
-            check.see(k, gamma_out, forward=False)
+        if not inside:
+            arrived = gamma_out  # at a norm, too, before what is inside of it
+        if check is not None:
+            check.see(k, arrived, forward=False)
         operation = graph.nodes[k].operation
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue

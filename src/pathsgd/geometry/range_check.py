@@ -6,28 +6,37 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.edge_weights import Tensors
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, SUMS, checked_nodes
+from pathsgd.geometry.edge_weights import Tensors, signed_weights
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, safe_bounds
 from pathsgd.geometry.extended_float import safe_range as safe_range
 from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Multiply, Reduce, Source, Square, Weighted
+from pathsgd.graph.nodes import Source, Weight, Weighted
 from pathsgd.graph.path_graph import PathGraph
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _announced: weakref.WeakSet[PathGraph] = weakref.WeakSet()
+_near_the_end: weakref.WeakKeyDictionary[PathGraph, set[float]] = weakref.WeakKeyDictionary()
+"""By graph, the orders p whose path weights fit plain floats with little room."""
 
-PRODUCTS = (Source, Multiply, Square)
-SUMS = (Linear, Conv, Add, AxisMap, Reduce)
+ROOM = 32
+"""By how many powers of two path weights may grow between two checks."""
+
+Extremes = list[list[float]]
+"""The least and the largest numbers that a check has seen, in its order."""
+
+Suspects = set[tuple[int, bool, float]]
+"""Places (node, forward, bound) where something is below the bound, or is zero."""
 
 
 @dataclass
@@ -36,23 +45,19 @@ class RangeCheck:
 
     network: PoweredNetwork
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
+    factors: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Of what gamma_in and gamma_out of a parameter are multiplied by."""
 
     def __post_init__(self) -> None:
-        graph = self.network.graph
-        adds = {k for k, node in enumerate(graph.nodes) if isinstance(node.operation, Add)}
-        self._summands: set[int] = set()
-        for k, readers in enumerate(graph.readers()):
-            # Of a chain of sums every second one is looked at.
-            of_sum = k in adds and not self._summands.isdisjoint(adds.intersection(graph.nodes[k].inputs))
-            if readers and adds.issuperset(readers) and k not in graph.ends and not of_sum:
-                self._summands.add(k)
+        self._nodes = checked_nodes(self.network.graph)
+        self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
         operation = self.network.graph.nodes[k].operation
         if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
             return
-        if forward and k in self._summands:
-            return  # what is too small to matter in a sum may be lost; the sum is looked at
+        if forward and k in self._nodes.summands:
+            return
         mantissa = value.mantissa
         if forward and isinstance(operation, Source):
             # A bias of zero is common and no reason for exponents.
@@ -60,7 +65,29 @@ class RangeCheck:
             assert weight is not None
             power = arithmetic.power(weight.to(arithmetic.dtype))
             mantissa = torch.where(self.network.edges.signed(k) == 0, 1, power)
-        self.looked.append((k, forward, *torch.aminmax(mantissa)))
+        self.looked.append((k, forward, *self._find_extremes(mantissa)))
+        if not forward and isinstance(operation, Weighted):
+            self._see_factors(k, operation.weight)
+
+    def _find_extremes(self, mantissa: Tensor) -> tuple[Tensor, Tensor]:
+        """What flows back from a sum is the same for all that was added."""
+        if self._last is None or self._last[0] is not mantissa:
+            self._last = mantissa, torch.aminmax(mantissa)
+        return self._last[1]
+
+    def _see_factors(self, k: int, weight: Weight) -> None:
+        edges, arithmetic = self.network.edges, self.network.arithmetic
+        if weight.parameter is None or not weight.factors:
+            return
+        power = edges.factor_power(k)
+        if power is None:
+            return
+        mantissa = power.mantissa
+        if any(factor.inverse_sigma is None for factor in weight.factors):
+            # It may be zero, as a running mean or a mask.
+            factors = signed_weights(replace(weight, parameter=None), edges.tensors, arithmetic.dtype)
+            mantissa = torch.where(factors == 0, 1, mantissa)
+        self.factors.append((k, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:
         if not self.looked:
@@ -72,40 +99,71 @@ class RangeCheck:
             self._announce(extremes)
         return passed
 
-    def _announce(self, extremes: list[list[float]]) -> None:
+    def _announce(self, extremes: Extremes) -> None:
         """Says once for a graph that exponents are used from now on: they take longer."""
         graph = self.network.traced
         if graph in _announced:
             return
         _announced.add(graph)
-        least = min(filter(None, extremes[0]), default=0.0)
+        least, largest = (row[: len(self.looked)] for row in extremes)
         _log.warning(
             "the path weights of %s (from %.1e to %.1e) leave what %s is trusted with, so they are computed "
             "with an exponent for every unit: exact, and up to three times as long",
-            graph.model, least, max(extremes[1]), self.network.arithmetic.dtype,
+            graph.model, min(filter(None, least), default=0.0), max(largest), self.network.arithmetic.dtype,
         )  # fmt: skip
 
     def extremes(self) -> Tensor:
         """The least and the largest numbers seen, still on the device: [2, places]."""
-        least, largest = [x for *_, x, _ in self.looked], [x for *_, x in self.looked]
-        return torch.stack([*least, *largest]).reshape(2, -1)
+        seen = [*(x[-2:] for x in self.looked), *(x[-2:] for x in self.factors)]
+        return torch.stack([*(least for least, _ in seen), *(largest for _, largest in seen)]).reshape(2, -1)
 
-    def suspects(self, extremes: list[list[float]]) -> set[tuple[int, bool, float]] | None:
-        """The places (node, forward, bound) where something is too small, or is zero; None if anything is
-        too large."""
-        product, total, high = safe_range(self.network.arithmetic.dtype)
-        largest = max([1.0, *extremes[1]], key=lambda x: x if x == x else math.inf)
-        if not largest <= high:
+    def suspects(self, extremes: Extremes) -> Suspects | None:
+        """Where something is too small, or is zero; None if a number is too large, or gamma_in times
+        gamma_out is out of range. Remembers whether there is room."""
+        arithmetic = self.network.arithmetic
+        bounds = safe_bounds(arithmetic.dtype, arithmetic.order)
+        pairs = [(_log2(least), _log2(largest)) for least, largest in zip(*extremes, strict=True)]
+        seen, factors = pairs[: len(self.looked)], pairs[len(self.looked) :]
+        forward_alone = all(forward for _, forward, *_ in self.looked)
+        if forward_alone:
+            # What a derivative will be multiplied by, of all that leaves the units, is not known.
+            bounds = bounds._replace(largest=math.log2(safe_range(arithmetic.dtype)[2]))
+        top = max([0.0, *(largest for _, largest in seen)])
+        room = bounds.largest - top
+        if room < 0:
             return None
-        # Where no number is that large, sums may be smaller; in steps, so that the bound seldom changes.
-        total *= 2.0 ** (-15 * (math.log2(high / largest) // 15))
         found = set()
-        for (k, forward, *_), least in zip(self.looked, extremes[0], strict=True):
+        trusted: dict[tuple[int, bool], tuple[float, float]] = {(BEGIN, True): (0.0, 0.0)}
+        for (k, forward, *_), (least, largest) in zip(self.looked, seen, strict=True):
             single = forward and isinstance(self.network.graph.nodes[k].operation, PRODUCTS)
-            low = product if single else total
-            if not least >= low:
-                found.add((k, forward, low))
+            bound = bounds.least_product if single else bounds.least_sum(top)
+            if least == -math.inf:
+                # How small the rest is does not show, nor whether what it is multiplied by is as small.
+                bound = max(bound, -bounds.gamma / 2)
+            if least < bound:
+                found.add((k, forward, 2.0**bound))
+            trusted[k, forward] = max(least, bound), largest
+        by_node = {k: factor for (k, *_), factor in zip(self.factors, factors, strict=True)}
+        for into, k, terms in self._nodes.products:
+            arriving = [trusted[source, True] for source in into if (source, True) in trusted]
+            if not arriving or (k, False) not in trusted:
+                continue  # nothing arrives, or no path leads on
+            least = min(least for least, _ in arriving) + trusted[k, False][0]
+            largest = max(largest for _, largest in arriving) + trusted[k, False][1] + terms
+            smaller, larger = by_node.get(k, (0.0, 0.0))
+            room = min(room, bounds.gamma - max(largest, larger, largest + larger))
+            if room < 0 or min(least, least + smaller) < -bounds.gamma:
+                return None
+        if not forward_alone:
+            self._remember(room >= ROOM)
         return found
+
+    def _remember(self, has_room: bool) -> None:
+        near = _near_the_end.setdefault(self.network.traced, set())
+        if has_room:
+            near.discard(self.network.arithmetic.p)
+        else:
+            near.add(self.network.arithmetic.p)
 
     def _only_dead(self, suspects: list[tuple[int, bool, float]]) -> bool:
         """Whether what is out of range is zero, and rightly so: no path reaches those units."""
@@ -134,7 +192,7 @@ class RangeCheck:
     def _alive(self, k: int, values: Values, plain: Arithmetic) -> ExtendedFloat:
         """Which units of node k paths reach. What was not looked at may be zero for being too small."""
         node = self.network.graph.nodes[k]
-        if k not in self._summands:
+        if k not in self._nodes.summands:
             return _indicator(values[k].mantissa, plain)
         inputs = [self._alive(source, values, plain) for source in node.inputs]
         return apply(plain, node.operation, inputs, self._nonzero(k), node.shape, self.network.device)
@@ -161,6 +219,11 @@ class RangeCheck:
         if not isinstance(self.network.graph.nodes[k].operation, Weighted):
             return None
         return (self.network.edges.signed(k) != 0).to(self.network.arithmetic.dtype)
+
+
+def has_room(graph: PathGraph, p: float) -> bool:
+    """Whether the last check left some room to what plain floats are trusted with."""
+    return p not in _near_the_end.get(graph, ())
 
 
 def run_forward(network: PoweredNetwork, check: RangeCheck | None, also: Iterable[int] = ()) -> Values:
@@ -194,6 +257,12 @@ def measure_in_range(
             if check is None or check.passed():
                 return found
         return measure(powered_network(graph, tensors, p, exponents=True), None)
+
+
+def _log2(x: float) -> float:
+    if math.isnan(x):
+        return math.inf  # nothing is known of it
+    return math.log2(x) if x > 0 else -math.inf
 
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> ExtendedFloat:

@@ -14,14 +14,15 @@ import torch
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import Measure, RangeCheck
+from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, has_room
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
 T = TypeVar("T")
 
 CHECK_EVERY = 16
-"""Replays between two range checks: far too few to leave the range of plain floats."""
+"""Replays between two range checks: far too few to leave the range of plain floats, where there is room. Else
+every replay is checked, and waited for."""
 
 
 class CapturedMeasurement(Generic[T]):
@@ -29,6 +30,7 @@ class CapturedMeasurement(Generic[T]):
 
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
+        self.graph, self.p = graph, p
         self.addresses = addresses(tensors)
         self.passes, self.checked_passes = CUDAGraph(), CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
@@ -45,7 +47,7 @@ class CapturedMeasurement(Generic[T]):
         self.seen = None
         if self.extremes is not None:
             self.seen = torch.empty(self.extremes.shape, dtype=self.extremes.dtype, pin_memory=True)
-        self._usual: set[tuple[int, bool, float]] | None = None
+        self._usual: Suspects | None = None
         self._replays = 0
         self._stream: torch.cuda.Stream | None = None
         self._ahead: T | None = None
@@ -82,18 +84,27 @@ class CapturedMeasurement(Generic[T]):
     def _in_range(self) -> bool:
         assert self.extremes is not None
         assert self.seen is not None
-        if self._replays == 0:
-            # The eager measurement before was checked fully: what is suspect now is a dead unit, and may be.
+        if self._replays == 0 or not has_room(self.graph, self.p):
             self.checked_passes.replay()
-            self._usual = self.check.suspects(self.extremes.tolist())
             self.seen.copy_(self.extremes)
-        elif self._replays % CHECK_EVERY == 0:
-            # Without waiting for the device: this reads what the check before this one copied.
+            suspects = self.check.suspects(self.seen.tolist())
+            if self._replays == 0:
+                # The eager measurement before was checked fully: what is suspect now is a dead unit, and may
+                # be.
+                self._usual = suspects
+        elif self._replays < CHECK_EVERY or self._replays % CHECK_EVERY == 0:
+            # At first every time: path weights grow by up to 2^50 while running statistics settle. Without
+            # waiting for the device: this reads what the check before this one copied.
             suspects = self.check.suspects(self.seen.tolist())
             self.checked_passes.replay()
             self.seen.copy_(self.extremes, non_blocking=True)
-            return suspects is not None and self._usual is not None and suspects <= self._usual
-        return self._usual is not None
+        else:
+            return self._usual is not None
+        return suspects is not None and self._usual is not None and _places(suspects) <= _places(self._usual)
+
+
+def _places(suspects: Suspects) -> set[tuple[int, bool]]:
+    return {(k, forward) for k, forward, _ in suspects}
 
 
 def _wait_on_host(stream: torch.cuda.Stream) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pathsgd._torch import Version, is_capturing, is_compiling, versions
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas
+from pathsgd.geometry.range_check import has_room
 from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
@@ -102,8 +103,8 @@ class GammaCache:
             self.refresh()
         if key not in self._found:
             if capturing:
-                # A compiled or captured step cannot look at values, so it takes plain floats or exponents
-                # as the last step outside did.
+                # A compiled or captured step cannot look at values, so it takes plain floats if they were
+                # enough for the last step outside, with some room.
                 if self._in_capture and key in self._in_capture:
                     return self._in_capture[key]
                 tensors = self.tensors()
@@ -118,7 +119,8 @@ class GammaCache:
             self._versions = self._find_versions(tensors)
             with on_device(next(iter(tensors.values())).device):
                 self._found[key] = self._measure(measurement, p, tensors)
-            self.needs_exponents[key] = self._found[key].exponents
+            room = has_room(measurement.adapt(self.graph), p)
+            self.needs_exponents[key] = self._found[key].exponents or not room
         return self._found[key]
 
     def gammas_of(self, parameters: Sequence[Tensor], p: float) -> list[Gamma | None]:

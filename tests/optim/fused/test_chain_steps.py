@@ -12,7 +12,7 @@ import pathsgd
 from pathsgd import PathSGD, clip_path_grad_norm_
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.chains import chains
-from pathsgd.optim import gamma_cache
+from pathsgd.optim import measurement
 from pathsgd.optim.fused.blocked import Blocked
 from pathsgd.optim.fused.gpu import triton_chain as gpu_chain
 from pathsgd.optim.fused.gpu import triton_kernels as gpu_code
@@ -95,8 +95,8 @@ def test_rescaled_copies_give_the_same_bits(kind):
 def test_what_is_carried_is_what_would_be_measured(kind, monkeypatch):
     """The kernel measures once, at the first step; afterwards gamma falls out of the update."""
     measured = []
-    real = gamma_cache.measure_gammas
-    monkeypatch.setattr(gamma_cache, "measure_gammas", lambda *a, **k: measured.append(1) or real(*a, **k))
+    real = measurement.measure_gammas
+    monkeypatch.setattr(measurement, "measure_gammas", lambda *a, **k: measured.append(1) or real(*a, **k))
     model, optimizer = train(stack(6, 12, 11, 10, 4), steps=6, implementation=kind)
     assert len(measured) == 2  # once when it was made, once at the first step
     expected, _ = train(copy.deepcopy(model), steps=1, implementation="reference")
@@ -321,17 +321,23 @@ def test_memory_beyond_sgd_is_a_few_vectors(monkeypatch):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind):
-    """Forty layers of small weights: path weights of 2^-100, those of any one layer close together."""
+@pytest.mark.parametrize(
+    ("kind", "factor", "exponents"), [*((kind, 0.75, True) for kind in KINDS), ("blocked", 3, False)]
+)
+def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind, factor, exponents, monkeypatch):
+    """Forty layers: path weights of 2^-100, those of any one layer close together; or of 2^60, which plain
+    floats are enough for if they are measured, not if they are carried."""
     model = stack(*[8] * 40, 3)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(0.75)
+            p.mul_(factor)
     graph = pathsgd.trace(model)
-    measured = measure_gammas(graph, graph.tensors(model), 2)
-    assert measured.exponents
-    sizes = [5 * measured[name].dense() * p.detach() for name, p in model.named_parameters()]
+    found = measure_gammas(graph, graph.tensors(model), 2)
+    assert found.exponents == exponents
+    sizes = [5 * found[name].dense() * p.detach() for name, p in model.named_parameters()]
+    measured = []
+    real = measurement.measure_gammas
+    monkeypatch.setattr(measurement, "measure_gammas", lambda *a, **k: measured.append(1) or real(*a, **k))
     start, other = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = [
         PathSGD(m, lr=1e-3, momentum=0.9, weight_decay=0.1, implementation=i)
@@ -345,6 +351,7 @@ def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind):
         for optimizer in optimizers:
             optimizer.step()
     assert is_fused(optimizers[0])
+    assert len(measured) == 2 + 1 + 3  # when they were made; at the first step; by the reference
     assert_close(model, other)
     for p, q in zip(model.parameters(), start.parameters(), strict=True):
         assert (p - q).norm() > 1e-3 * q.norm()

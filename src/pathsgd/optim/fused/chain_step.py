@@ -19,7 +19,7 @@ from torch import Tensor
 from pathsgd._torch import Version, is_capturing, versions
 from pathsgd.geometry.gamma import Gammas
 from pathsgd.graph.chains import Chain
-from pathsgd.optim.fused.exponent_frame import fit_frame
+from pathsgd.optim.fused.exponent_frame import fit_frame, give_exponents
 from pathsgd.optim.fused.implementation import Implementation, LayerTensors
 
 
@@ -42,11 +42,14 @@ class ChainStep:
             assert gamma.gamma_out is not None
             into.append(gamma.gamma_in)
             out.append(gamma.gamma_out)
-        fit = fit_frame(into, out, gamma.arithmetic)
+        count, dtype, arithmetic = len(into), self.implementation.dtype, gamma.arithmetic
+        if not gammas.exponents and not is_capturing():
+            vectors = give_exponents([*into, *out], arithmetic, dtype)
+            into, out = vectors[:count], vectors[count:]
+        fit = fit_frame(into, out, arithmetic)
         if fit is None:
             return False
         frame, carried = fit
-        count, dtype = len(into), self.implementation.dtype
         converted = [x.to(dtype) for x in carried]
         self.implementation.start(converted[:count], converted[count:], frame)
         # What was in range when measured may be too far apart for one exponent, or for fewer bits.
@@ -54,7 +57,7 @@ class ChainStep:
         lost = rounded and any(
             bool(((y == 0) & (x > 0)).any()) for x, y in zip(carried, converted, strict=True)
         )
-        if (gammas.exponents or rounded) and (lost or not self.implementation.in_range()):
+        if (into[0].exponent is not None or rounded) and (lost or not self.implementation.in_range()):
             return False
         with torch.no_grad(), self.implementation.on_device():
             self._sum(layers)

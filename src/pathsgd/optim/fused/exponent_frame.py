@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, safe_range
 
 LARGEST = 120
 """The largest exponent of a number that fp32 is trusted with."""
@@ -61,6 +61,22 @@ class ExponentFrame:
             for n in (self.into[k] + self.out[k], self.out[k])
         ]
         return all(abs(n) <= LARGEST for n in (*squares, *self.into)) and all(abs(n) <= JUMP for n in jumps)
+
+
+def give_exponents(
+    vectors: Sequence[ExtendedFloat], arithmetic: Arithmetic, dtype: torch.dtype
+) -> list[ExtendedFloat]:
+    """Plain gammas as they are if a chain that computes in ``dtype`` is trusted with them, else with
+    exponents: a measurement looks closer and is trusted with more."""
+    _, low, high = safe_range(dtype)
+    numbers = torch.cat([vector.mantissa for vector in vectors])
+    if not bool(((numbers > high) | ((numbers > 0) & (numbers < low))).any()):
+        return list(vectors)
+    zeros = [torch.zeros_like(vector.mantissa, dtype=torch.int32) for vector in vectors]
+    return [
+        arithmetic.normalise(ExtendedFloat(vector.mantissa, zero))
+        for vector, zero in zip(vectors, zeros, strict=True)
+    ]
 
 
 def fit_frame(
