@@ -1,4 +1,5 @@
-"""``python killed.py OUT KILLS SEED``: a sweep that is killed (kill -9) again and again, then let be.
+"""``python killed.py FOLDER KILLS SEED``: a sweep into FOLDER/whole, and one into FOLDER/killed that is killed
+(kill -9) again and again, then let be.
 
 The sweeps are forked from a process that has imported torch and traced the network, so that time is spent in
 the sweep and not on the way to it.
@@ -11,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -24,30 +26,35 @@ SWEEP = [
 ]  # fmt: skip
 
 
-def start(out: str) -> int:
+def start(out: Path) -> int:
     child = os.fork()
     if child == 0:
-        os._exit(cli.main([*SWEEP, "--out", out]))
+        os._exit(cli.main([*SWEEP, "--out", str(out)]))
     return child
 
 
-def main(out: str, kills: int, seed: int) -> int:
+def finish(out: Path) -> None:
+    _, status = os.waitpid(start(out), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
     _trace("mlp", (1, 8, 8), (24, 24), 10)
+    finish(folder / "whole")
     chance = random.Random(seed)
     killed = 0
     while killed < kills:
-        child = start(out)
+        child = start(folder / "killed")
         time.sleep(chance.uniform(0.05, 0.8))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
         if not os.WIFSIGNALED(status):
             break  # it had come to its end
-    _, status = os.waitpid(start(out), 0)
+    finish(folder / "killed")
     print(f"killed {killed} times")
-    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
