@@ -64,7 +64,7 @@ def test_unbalance_and_balance_keep_the_function(network):
 
 @pytest.mark.parametrize("network", ONE_REGION)
 def test_phi_is_unchanged(network):
-    model, x = build(network)
+    model, _ = build(network)
     graph = traced(network)
     for p in (1, 2, 3, math.inf):
         before = pathsgd.path_norm(model, graph, p).item()
@@ -85,7 +85,7 @@ def test_a_rescaling_that_forgets_the_bias_is_noticed():
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
     """log mu is convex in the log-factors, so that descent on a smoothed maximum finds the minimum."""
-    model, x = build(network)
+    model, _ = build(network)
     graph = traced(network)
     units = unit_classes_of(graph)
     logs = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)

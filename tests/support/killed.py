@@ -1,5 +1,5 @@
-"""``python killed.py FOLDER KILLS SEED``: a sweep into FOLDER/whole, and one into FOLDER/killed that is killed
-(kill -9) again and again, then let be.
+"""``python killed.py FOLDER KILLS SEED``: a sweep into FOLDER/whole, and one into FOLDER/killed that is
+killed (kill -9) again and again, then let be.
 
 The sweeps are forked from a process that has imported torch and traced the network, so that time is spent in
 the sweep and not on the way to it.
