@@ -1,4 +1,4 @@
-"""``python with_lanes.py FOLDER COMMAND...``: a command into FOLDER/1 and FOLDER/4, with one lane and with four.
+"""``python with_lanes.py FOLDER COMMAND...``: a command into FOLDER/1 with one lane, into FOLDER/4 with four.
 
 Each in a process that has imported torch and traced nothing.
 """
