@@ -6,6 +6,7 @@ Without a GPU the Triton kernels are run by Triton's interpreter, which must be 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from support.interpreted_triton import replace_once_per_launch
+
+        replace_once_per_launch()
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=15)
 settings.load_profile("default")

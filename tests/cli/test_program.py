@@ -57,11 +57,11 @@ sys.exit(code)
     assert wrong.stderr.count("\n") == 1
 
 
-def test_without_tyro_it_says_what_to_install():
-    program = "import sys; sys.modules['tyro'] = None; from pathsgd import cli; sys.exit(cli.main(['bench']))"
-    done = run_python(program)
-    assert done.returncode == 1
-    assert done.stderr == "pathsgd: the command line needs tyro: pip install 'pathsgd[cli]'\n"
+def test_without_tyro_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "pathsgd.console.command_line", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["bench"]) == 1
+    assert capsys.readouterr().err == "pathsgd: the command line needs tyro: pip install 'pathsgd[cli]'\n"
 
 
 def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +36,22 @@ def numbers(out):
     return files(out, "metrics.jsonl", "config.json", "choices.json")
 
 
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Drawing takes longer than training a small study: for tests that are about something else."""
+    monkeypatch.setattr("pathsgd.paper.api.draw_all", lambda results, folder: [])
+
+
+def run_program(program, *arguments):
+    """In a Python of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / program), *map(str, arguments)], capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     out = tmp_path_factory.mktemp("study")
@@ -52,7 +68,7 @@ def test_the_study(study, capsys):
     assert (study / "report.html").stat().st_size > 50_000
     (manifest,) = json.loads((study / "manifest.json").read_text())
     assert set(manifest) >= {"revision", "python", "packages", "device"}
-    # Twice: nothing is trained again. And the same pictures from the numbers alone.
+    # The same pictures from the numbers alone.
     before = files(study, "*.jsonl", "*.svg", "*.png", "report.html")
     capsys.readouterr()
     assert command("figures", study) == 0
@@ -60,13 +76,18 @@ def test_the_study(study, capsys):
     assert before == files(study, "*.jsonl", "*.svg", "*.png", "report.html")
     assert "1. CANNOT BE TOLD: Path-SGD gives the same curves" in printed
     assert f"report:  {study / 'report.html'}" in printed
-    assert command("reproduce", *(a for a in TINY if a != "--quiet"), *SOME, "--out", study) == 0
+
+
+def test_a_study_is_trained_once(study, tmp_path, capsys, no_figures):
+    shutil.copytree(study, tmp_path, dirs_exist_ok=True)
+    assert command("reproduce", *(a for a in TINY if a != "--quiet"), *SOME, "--out", tmp_path) == 0
     printed = capsys.readouterr().out
     assert "final runs: 5 of 5 done before" in printed
     assert "epochs at most" not in printed
+    assert numbers(tmp_path) == numbers(study)
 
 
-def test_lanes_change_nothing(study, tmp_path):
+def test_lanes_change_nothing(study, tmp_path, no_figures):
     assert command("reproduce", *TINY, *SOME, "--out", tmp_path, "--lanes", 1) == 0
     assert numbers(tmp_path) == numbers(study)
 
@@ -81,25 +102,17 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
         own.append(tmp_path / f"of{features}.npz")
         np.savez(own[-1], train_x=x[:700], train_y=y[:700], test_x=x[700:], test_y=y[700:])
     names = [f"{path.stem}={path}" for path in own]
-    sweep = [sys.executable, "-m", "pathsgd.cli", "sweep", "--quiet", "--datasets", *names,
+    sweep = ["sweep", "--quiet", "--datasets", *names,
              "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
              "0.01", "--search-epochs", "4", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
              ]  # fmt: skip
-    for lanes in ("1", "4"):
-        subprocess.run([*sweep, "--lanes", lanes, "--out", str(tmp_path / lanes)], check=True, timeout=300)
+    run_program("with_lanes.py", tmp_path, *sweep)
     assert len(numbers(tmp_path / "1")) > 12
     assert numbers(tmp_path / "1") == numbers(tmp_path / "4")
 
 
-def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
-    def swept(out, kills):
-        program = [sys.executable, str(SUPPORT / "killed.py"), str(out), str(kills), "0"]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    swept(tmp_path / "whole", 0)
-    assert "killed 10 times" in swept(tmp_path / "killed", 10)
+def test_a_sweep_killed_again_and_again_ends_with_the_same_bits(tmp_path):
+    assert "killed 6 times" in run_program("killed.py", tmp_path, 6, 0)
     whole = numbers(tmp_path / "whole")
     assert len([name for name in whole if name.endswith("metrics.jsonl")]) == 16  # 4 beyond the largest
     assert numbers(tmp_path / "killed") == whole
@@ -122,7 +135,7 @@ def test_one_run(tmp_path, capsys):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_a_data_set_of_ones_own(tmp_path, capsys):
+def test_a_data_set_of_ones_own(tmp_path, capsys, no_figures):
     rng = np.random.default_rng(0)
     y = np.arange(200) % 3
     x = rng.normal(size=(200, 5)) + y[:, None]
@@ -139,6 +152,7 @@ def test_a_data_set_of_ones_own(tmp_path, capsys):
     again = (*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet")
     assert "holds another study (data of own differ)" in refused(capsys, *again)
     assert numbers(out) == before
+    (out / "figures").mkdir()
     (out / "figures" / "figure3.png").write_bytes(b"old")
     assert command(*again, "--replace") == 0
     assert len(numbers(out)) > len(before)  # other numbers are other runs
@@ -191,7 +205,7 @@ def test_errors_of_one_line(tmp_path, capsys, study):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys):
+def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys, no_figures):
     for name, content in files(study, "*.json", "*.jsonl").items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,21 +245,18 @@ def test_a_second_process_is_refused(tmp_path, capsys):
         assert "another process is at work" in refused(capsys, "train", "--hidden", 4, "--out", tmp_path)
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(tmp_path, capsys):
     """A limit on the size of files stands for it: writes fail in the middle, as they do there."""
-    arguments = ["train", "--hidden", "64", "64", "--epochs", "2", "--out", str(tmp_path), "--quiet"]
-    program = "import sys; from pathsgd import cli; sys.exit(cli.main(sys.argv[1:]))"
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], preexec_fn=limited, capture_output=True, text=True,
-        timeout=120, check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+    arguments = ("train", "--hidden", 64, 64, "--epochs", 2, "--out", tmp_path, "--quiet")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        code = command(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (folder,) = (tmp_path / "runs").iterdir()
     said = f"pathsgd: {folder / 'checkpoint.pt'}: File too large\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    assert (code, capsys.readouterr().err) == (1, said)
     assert not (folder / "result.json").exists()
     assert {path.name for path in folder.iterdir()} == {"config.json", "manifest.json", "metrics.jsonl"}
     assert command(*arguments) == 0

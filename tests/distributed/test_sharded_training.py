@@ -27,15 +27,15 @@ FULLY_SHARDED_ON_TWO = [
     (Convolutional, "PathSGD", FP32, 3), (Convolutional, "PathNormalized", FP64, 3),
     (networks.Transformer, "PathAdam", FP64, 2), (networks.Transformer, "PathSGD", FP64, 2),
 ]  # fmt: skip
-FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 50), (Mlp, "PathAdam", FP32, 3), (Mlp, "PathSGD", FP32, 3)]
+FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 20), (Mlp, "PathAdam", FP32, 3), (Mlp, "PathSGD", FP32, 3)]
 TENSOR_PARALLEL = [
-    (Feedforward, "PathMuon", FP64, 3), (Feedforward, "PathAdam", FP32, 50),
+    (Feedforward, "PathMuon", FP64, 3), (Feedforward, "PathAdam", FP32, 20),
     (Feedforward, "PathSGD", FP32, 3), (Feedforward, "PathNormalized", FP32, 3),
     (Decoder, "PathMuon", FP64, 2),
 ]  # fmt: skip
 ON_A_MESH = [
     (Feedforward, "PathMuon", FP64, 3), (Feedforward, "PathAdam", FP32, 3),
-    (Feedforward, "PathSGD", FP32, 50),
+    (Feedforward, "PathSGD", FP32, 20),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -17,11 +18,23 @@ from pathsgd.dag import Dag
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.shared_weights import find_repeated
 from pathsgd.graph.unit_classes import unit_classes_of
-from support.cases import CASES, Tied, build
+from support.cases import CASES, Tied, build, traced
 from support.networks import dense_gammas
 from support.unroll import Unroller, parameters
 
 EXPONENTS = (1, 1.5, 2, 3, math.inf)
+
+
+@functools.cache
+def oracle(case):
+    """(unroller, dag): written down once for all the tests of a case, whose weights are always the same."""
+    return build(case).oracle()
+
+
+@functools.cache
+def count_uses(case, p, shared):
+    net, dag = oracle(case)
+    return net.counted_gamma(dag, p, COUNTS[shared])
 
 
 def assert_close(found, expected, what):
@@ -31,10 +44,9 @@ def assert_close(found, expected, what):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("exponents", [False, True], ids=["plain", "exponents"])
 def test_gamma_and_phi(case, exponents):
-    model = build(case)
-    graph = pathsgd.trace(model, model.example())
+    model, graph = build(case), traced(case)
     assert all(info.normalised for info in graph.parameters.values()), str(graph)
-    net, dag = model.oracle()
+    net, dag = oracle(case)
     for p in EXPONENTS:
         found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents)
         for name, expected in net.parameter_gamma(dag, p).items():
@@ -51,13 +63,11 @@ COUNTS = {"kappa1": lambda k: k, "gram": lambda k: k * k, "hessian": lambda k: k
 @pytest.mark.parametrize("shared", COUNTS)
 def test_shared_weights_count_as_asked(case, shared):
     """By enumeration: a path that uses a weight k times counts k, k^2 or k (2k - 1) times."""
-    model = build(case)
-    graph = pathsgd.trace(model, model.example())
-    net, dag = model.oracle()
+    model, graph = build(case), traced(case)
     for p in (1, 1.5, 2, 3):
         for exponents in (False, True):
             found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents, shared=shared)
-            for name, expected in net.counted_gamma(dag, p, COUNTS[shared]).items():
+            for name, expected in count_uses(case, p, shared).items():
                 assert_close(found[name].dense().numpy(), expected, f"{shared} of {name} at p = {p}")
 
 
@@ -107,8 +117,7 @@ def test_counting_uses_has_limits_and_says_so():
 def test_gamma_is_the_curvature_of_the_path_norm(case):
     """At p = 2: grad(phi^2) = 2 gamma w for any weights, shared ones included. Independent of adjoints,
     since it goes through autograd."""
-    model = build(case)
-    graph = pathsgd.trace(model, model.example())
+    model, graph = build(case), traced(case)
     phi = pathsgd.path_norm(model, graph, 2)
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(phi**2, list(model.parameters()))
@@ -122,7 +131,7 @@ def test_gamma_is_the_curvature_of_the_path_norm(case):
 def test_the_path_vector_itself(case):
     """Every product along every path, with its sign; the order and the names of paths are free."""
     model = build(case)
-    _, dag = model.oracle()
+    _, dag = oracle(case)
     expected = sorted(value for value in dag.path_vector().values() if value)
     found = pathsgd.path_vector(model, model.example())
     assert_close(sorted(value for value in found.values() if value), expected, "path vector")

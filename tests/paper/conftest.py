@@ -21,7 +21,7 @@ def training_data(digits):
     return prepare_data(digits, SMALL, CPU)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def everything(tmp_path_factory):
     """Two data sets, one with a name to beware of; a run that diverged, a cell without a step size."""
     out = tmp_path_factory.mktemp("study")

@@ -1,53 +1,65 @@
-"""``python killed.py OUT KILLS SEED``: a sweep that is killed (kill -9) again and again, then let be.
+"""``python killed.py FOLDER KILLS SEED``: a sweep into FOLDER/whole, and one into FOLDER/killed that is
+killed (kill -9) again and again, then let be.
 
-The sweeps are forked from a process that has imported torch and traced the network, so that time is spent in
-the sweep and not on the way to it.
+The sweeps are forked from a process that has imported all they need and traced the network, so that time is
+spent in the sweep and not on the way to it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from pathsgd import cli
+from pathsgd.paper.data.load import load
 from pathsgd.paper.training.initial_network import _trace
+from pathsgd_entry_point import COMMANDS
 
 SWEEP = [
-    "sweep", "--methods", "sgd", "path-momentum", "--inits", "unbalanced", "--dropouts", "0", "0.5",
+    "sweep", "--methods", "sgd", "path-momentum", "--inits", "unbalanced", "--dropouts", "0.5", "0",
     "--step-sizes", "0.1", "0.01", "1e-9", "--hidden", "24", "24", "--search-epochs", "6",
     "--validation", "300", "--checkpoint-seconds", "0", "--lanes", "2", "--quiet",
 ]  # fmt: skip
 
 
-def start(out: str) -> int:
+def start(out: Path) -> int:
     child = os.fork()
     if child == 0:
-        os._exit(cli.main([*SWEEP, "--out", out]))
+        os._exit(cli.main([*SWEEP, "--out", str(out)]))
     return child
 
 
-def main(out: str, kills: int, seed: int) -> int:
+def finish(out: Path) -> None:
+    _, status = os.waitpid(start(out), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
+    importlib.import_module(COMMANDS["sweep"][0])
+    load("digits")  # imports scikit-learn
     _trace("mlp", (1, 8, 8), (24, 24), 10)
+    finish(folder / "whole")
     chance = random.Random(seed)
     killed = 0
     while killed < kills:
-        child = start(out)
-        time.sleep(chance.uniform(0.05, 0.8))
+        child = start(folder / "killed")
+        time.sleep(chance.uniform(0.1, 0.9))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
         if not os.WIFSIGNALED(status):
             break  # it had come to its end
-    _, status = os.waitpid(start(out), 0)
+    finish(folder / "killed")
     print(f"killed {killed} times")
-    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

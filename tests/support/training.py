@@ -13,7 +13,7 @@ from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build
 
-STEPS = 12
+STEPS = 5
 
 
 # Any p, and decay and momentum of every kind.
