@@ -67,7 +67,7 @@ def test_a_method_with_a_seed_that_diverged_or_learned_nothing_is_not_first(tmp_
         (found,) = rank_methods(results)
         speed = found.rankings[0]
         assert (speed.first, speed.undecided) == ("adam", ["path-momentum"])
-        assert speed.describe("path-momentum") == "cannot be told: it diverged in 1 of 3 seeds"
+        assert speed.describe("path-momentum") == "cannot be told: failed in 1 of 3 seeds"
         assert speed.name == "epochs to a training loss of 0.1"
         assert found.epochs["path-momentum"][1] is None
 
@@ -80,7 +80,7 @@ def test_methods_that_diverged_in_every_seed_are_behind(tmp_path):
     )  # fmt: skip
     speed = rank_methods(results)[0].rankings[0]
     assert (speed.first, speed.undecided) == ("path-momentum", [])
-    assert {speed.describe(name) for name in ("adam", "momentum")} == {"it diverged in 3 of 3 seeds"}
+    assert {speed.describe(name) for name in ("adam", "momentum")} == {"failed in 3 of 3 seeds"}
 
 
 def test_where_all_diverged_none_is_first(tmp_path):

@@ -6,6 +6,7 @@ The rule is in docs/reproduction.md, under "The outlook".
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,9 +18,9 @@ from pathsgd.paper.records.run_folder import RunRecord
 from pathsgd.paper.records.study_results import StudyResults
 
 LEARNED = 0.5
-"""Of its training loss before the first step: a run that does not end below it counts as diverged."""
+"""Of its training loss before the first step: a run that does not end below it failed."""
 Runs = Mapping[str, Sequence[RunRecord | None]]
-"""Of each method, seed by seed; None for a run that diverged."""
+"""Of each method, seed by seed; None for a run that failed."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Ranking:
 
     Attributes:
         name: What is measured.
-        first: The method with the lowest mean of those of which no seed diverged; None if there is none.
+        first: The method with the lowest mean of those of which no seed failed; None if there is none.
         behind: How far every other method is behind it.
     """
 
@@ -45,7 +46,9 @@ class Ranking:
         """How far a method is behind the first, and whether that can be told."""
         if method not in self.behind:
             return "first" if method == self.first else ""
-        said = self.behind[method].describe().strip()
+        effect = self.behind[method]
+        failed = effect.by_seed.count(math.inf)
+        said = f"failed in {failed} of {len(effect.by_seed)} seeds" if failed else effect.describe().strip()
         return f"cannot be told: {said}" if method in self.undecided else said
 
 
@@ -56,7 +59,7 @@ class Standings:
     Attributes:
         dataset: Its name.
         dropout: The probability with which units are dropped.
-        epochs: Of each method, to the loss that is raced to, seed by seed; None for a run that diverged.
+        epochs: Of each method, to the loss that is raced to, seed by seed; None for a run that failed.
         rankings: By epochs to a training loss, by the final training loss, by the final test error.
     """
 

@@ -136,10 +136,11 @@ def _tabulate_ranks(found: Sequence[Standings]) -> Table:
     head = ["data set", "dropout", "method", "epochs", "epochs, ratio", "final training loss, ratio",
             "final test error, points"]  # fmt: skip
     note = (
-        "Epochs: to the lowest training loss that every run reaches, from the fastest to the slowest seed. "
+        "Epochs: to the lowest training loss that all reach but those that failed, from the fastest to the "
+        "slowest seed. "
         "Ratios and differences to the first: means over the seeds with 95% intervals. It cannot be told "
-        "where the interval reaches to the first, or where only some seeds diverged. A run whose training "
-        f"loss does not end below {LEARNED:g} of what it began with counts as diverged."
+        "where the interval reaches to the first, or where only some seeds failed: diverged, or ended with a "
+        f"training loss that is not below {LEARNED:g} of what it began with."
     )
     return Table("Methods against the first", head, rows, note)
 
