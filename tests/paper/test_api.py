@@ -76,6 +76,16 @@ def test_further_seeds_are_run_where_a_verdict_hangs_on_them(tmp_path, monkeypat
         }
 
 
+def test_methods_from_one_start_are_ranked_and_no_claim_is_judged(tmp_path):
+    methods = ("momentum", "path-momentum", "path-adagrad")
+    study = dataclasses.replace(TINY, methods=methods, inits=("balanced",), step_sizes=(0.1,), repeats=2)
+    reproduce(study, tmp_path, StudySetup(lanes=1), data={"clouds": clouds()})
+    assert len([path for path in (tmp_path / "runs").iterdir() if "-test-" in path.name]) == 6
+    assert "Which method is first" in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "claims.json").exists()
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"figure2", "figure4"}
+
+
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_what_the_report_needs_is_looked_for_before_anything_is_trained(tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)

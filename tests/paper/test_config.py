@@ -73,7 +73,7 @@ def test_wrong_numbers_are_refused(wrong):
 
 def test_a_study_refuses_what_its_runs_would():
     for wrong in ({"methods": ("sdg",)}, {"methods": ()}, {"dropouts": (0.0, 1.0)}, {"repeats": 0},
-                  {"more_repeats": -1}, {"validation": 0},
+                  {"more_repeats": -1}, {"validation": 0}, {"more_repeats": 1, "inits": ("balanced",)},
                   {"datasets": ("a=1.npz", "a=2.npz")}, {"seed": 1 << 70}):  # fmt: skip
         with pytest.raises(PathError):
             Study(**wrong)

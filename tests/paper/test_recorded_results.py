@@ -49,9 +49,9 @@ def test_redrawing_writes_the_same_claims_and_all_figures(recorded):
 def test_the_committed_claims(recorded):
     out, _ = recorded
     results = StudyResults.load(out)
-    assert json.loads((out / "claims.json").read_text()) == [
-        dataclasses.asdict(c) for c in judge_claims(results)
-    ]
+    if results.study.compares_starts:
+        judged = [dataclasses.asdict(claim) for claim in judge_claims(results)]
+        assert json.loads((out / "claims.json").read_text()) == judged
     text = summarize_study(results)
     for cell, records in results.finals.items():
         errors = [sum(run.errors[-5:]) / 5 for run in records if run.status == "done"]

@@ -146,6 +146,8 @@ def reproduce(
 ) -> StudyResults:
     """Runs a whole study: chooses step sizes, trains the final runs, judges the claims, draws the figures.
 
+    In a study from one start the claims cannot be judged: its methods are ranked instead.
+
     The same call resumes a study that was interrupted, on a CPU with the same numbers to the last bit. Runs
     are found by their configuration: a changed study keeps the runs it shares with the old one.
 
@@ -237,8 +239,9 @@ def redraw(out: Path | str, *, progress: Progress | None = None) -> StudyResults
 
 
 def _conclude(results: StudyResults, progress: Progress, figures: bool) -> None:
-    out, claims = results.out, judge_claims(results)
-    write_json(out / "claims.json", [dataclasses.asdict(claim) for claim in claims])
+    out, claims = results.out, judge_claims(results) if results.study.compares_starts else []
+    if claims:
+        write_json(out / "claims.json", [dataclasses.asdict(claim) for claim in claims])
     if figures:
         progress.message("drawing the figures")
         drawn = draw_all(results, out / "figures")

@@ -226,9 +226,16 @@ class Study:
             raise PathError(f"Invalid number of repeats: {self.repeats} (at least 1)")
         if self.more_repeats < 0:
             raise PathError(f"Invalid number of more repeats: {self.more_repeats} (at least 0)")
+        if self.more_repeats and not self.compares_starts:
+            raise PathError("more repeats are for verdicts on the claims, which need two --inits")
         if not self.validation:
             raise PathError("a study needs validation points to choose step sizes: --validation")
         list(self.all_search_runs())  # makes every run, and so checks every number
+
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the paper's claims are judged; with one initialisation the methods are ranked instead."""
+        return len(self.inits) > 1
 
     def cells(self) -> list[Cell]:
         """Everything a step size is chosen for."""
@@ -261,9 +268,10 @@ class Study:
     def exact_run(self, cell: Cell, data: str, step_size: float) -> Run | None:
         """The first final run from weights rescaled by powers of two, which rounds nothing.
 
-        None where the rescaled copy need not agree: only balanced cells of invariant methods have one.
+        None where the rescaled copy need not agree: only balanced cells of invariant methods have one. Nor is
+        there one in a study that compares no starts.
         """
-        if cell.init != "balanced" or not find_method(cell.method).invariant:
+        if not self.compares_starts or cell.init != "balanced" or not find_method(cell.method).invariant:
             return None
         return replace(self._run(cell, data, step_size), init="powers-of-two")
 

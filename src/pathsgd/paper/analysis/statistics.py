@@ -21,11 +21,16 @@ def mean_of_last(run: RunRecord, name: str) -> float:
 
 def count_epochs(own: RunRecord, other: RunRecord) -> tuple[int, int]:
     """The epochs that each of two runs takes to the lowest training loss that both reach."""
-    target = max(min(run.curve("train_loss")[1:]) for run in (own, other))
+    target = find_common_loss([own, other])
     first, second = count_epochs_to(target, own), count_epochs_to(target, other)
     assert first is not None
     assert second is not None
     return first, second
+
+
+def find_common_loss(runs: Sequence[RunRecord]) -> float:
+    """The lowest training loss that all of these runs reach."""
+    return max(min(run.curve("train_loss")[1:]) for run in runs)
 
 
 def count_epochs_to(loss: float, run: RunRecord) -> int | None:

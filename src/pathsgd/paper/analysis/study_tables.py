@@ -9,6 +9,7 @@ from statistics import fmean
 
 from pathsgd.console.tables import align
 from pathsgd.paper.analysis.claims import Claim, find_undecided, judge_claims
+from pathsgd.paper.analysis.ranking import LEARNED, Standings, rank_methods
 from pathsgd.paper.analysis.statistics import LAST, count_epochs_to, mean_of_last
 from pathsgd.paper.config import Cell
 from pathsgd.paper.data.dataset import TABLE_1, dimensionality, short_name
@@ -44,8 +45,12 @@ class Table:
 
 
 def make_tables(results: StudyResults) -> list[Table]:
-    """The data sets and the results of a study."""
-    return [_tabulate_data(results), tabulate_results(results), *tabulate_epochs(results)]
+    """The data sets and the results of a study; of one from a single start also which method is first."""
+    tables = [_tabulate_data(results), tabulate_results(results), *tabulate_epochs(results)]
+    if results.study.compares_starts or len(results.study.methods) < 2:
+        return tables
+    found = rank_methods(results)
+    return [*tables, _tabulate_ranks(found), _tabulate_first(found)]
 
 
 def _tabulate_data(results: StudyResults) -> Table:
@@ -118,6 +123,42 @@ def _format_epochs(by_seed: Sequence[int | None]) -> str:
         return ""
     least, largest = min(epochs), max(epochs)
     return str(least) if least == largest else f"{least} to {largest}"
+
+
+def _tabulate_ranks(found: Sequence[Standings]) -> Table:
+    """Every method against the first."""
+    rows = [
+        [short_name(one.dataset), f"{one.dropout:g}", METHODS[name].label, _format_epochs(epochs),
+         *(ranking.describe(name) for ranking in one.rankings)]
+        for one in found
+        for name, epochs in one.epochs.items()
+    ]  # fmt: skip
+    head = ["data set", "dropout", "method", "epochs", "epochs, ratio", "final training loss, ratio",
+            "final test error, points"]  # fmt: skip
+    note = (
+        "Epochs: to the lowest training loss that all reach but those that failed, from the fastest to the "
+        "slowest seed. "
+        "Ratios and differences to the first: means over the seeds with 95% intervals. It cannot be told "
+        "where the interval reaches to the first, or where only some seeds failed: diverged, or ended with a "
+        f"training loss that is not below {LEARNED:g} of what it began with."
+    )
+    return Table("Methods against the first", head, rows, note)
+
+
+def _tabulate_first(found: Sequence[Standings]) -> Table:
+    """The answers."""
+    rows = [
+        [short_name(one.dataset), f"{one.dropout:g}", ranking.name, _list_labels([ranking.first]),
+         _list_labels(ranking.undecided)]
+        for one in found
+        for ranking in one.rankings
+    ]  # fmt: skip
+    head = ["data set", "dropout", "by", "first", "cannot be told from"]
+    return Table("Which method is first", head, rows, "Intervals are not widened for the number of methods.")
+
+
+def _list_labels(methods: Sequence[str | None]) -> str:
+    return "; ".join(METHODS[name].label for name in methods if name) or "none"
 
 
 def format_seeds(values: Sequence[float], unit: str = "") -> str:
@@ -207,11 +248,11 @@ def list_missing(results: StudyResults) -> list[str]:
 
 def explain_demo(results: StudyResults) -> str:
     """What the verdicts on the digits mean, for a newcomer; nothing for other data sets."""
-    return DEMO if results.study.datasets == ("digits",) else ""
+    return DEMO if results.study.datasets == ("digits",) and results.study.compares_starts else ""
 
 
 def summarize_study(results: StudyResults) -> str:
-    """The tables and the claims of a study, for a terminal.
+    """The tables and the claims of a study, for a terminal; no claims for a study from one start.
 
     Args:
         results: A finished study.
@@ -222,5 +263,6 @@ def summarize_study(results: StudyResults) -> str:
     demo = textwrap.fill(explain_demo(results), 110)
     missing = list_missing(results)
     progress = "\n".join(["In progress", "", *missing]) if missing else ""
-    parts = [*map(str, make_tables(results)), progress, describe_claims(judge_claims(results)), demo]
+    claims = describe_claims(judge_claims(results)) if results.study.compares_starts else ""
+    parts = [*map(str, make_tables(results)), progress, claims, demo]
     return "\n\n".join(filter(None, parts))

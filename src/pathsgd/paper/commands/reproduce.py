@@ -18,7 +18,8 @@ class Reproduce(StudyCommand):
     For every data set, method, initialisation and dropout it chooses a step size on validation points, then
     trains on all the training data, evaluating on the test set after every epoch. It ends with a table, the
     paper's seven claims with a verdict each (agrees, disagrees, cannot be told from these runs, not tested)
-    and every comparison behind it, the figures and a report.
+    and every comparison behind it, the figures and a report. From one start (--inits balanced) the claims
+    cannot be judged: it says instead which method is first.
 
     Without arguments it takes scikit-learn's digits and two hidden layers of 256 units: a few minutes on a
     laptop. `--preset paper` is the full size, on MNIST, CIFAR-10, CIFAR-100 and SVHN, for a GPU.

@@ -20,7 +20,8 @@ DPI = 150
 def draw_all(results: StudyResults, folder: Path) -> list[Path]:
     """Writes ``figure1`` to ``figure5`` and returns their paths.
 
-    A study without dropout has no figures 3 and 5, one with dropout only has no 2 and 4.
+    A study without dropout has no figures 3 and 5, one with dropout only has no 2 and 4, one from a single
+    start no figure 1.
     """
     matplotlib = import_optional("matplotlib", "drawing")
     epochs = results.study.epochs
@@ -28,7 +29,7 @@ def draw_all(results: StudyResults, folder: Path) -> list[Path]:
     written = []
     with matplotlib.rc_context(RC):
         figures = {
-            "figure1": draw_figure1(results),
+            "figure1": draw_figure1(results) if results.study.compares_starts else None,
             "figure2": draw_learning(results, "Figure 2", dropout=False, last=part),
             "figure3": draw_learning(results, "Figure 3", dropout=True, last=part),
             "figure4": draw_learning(results, "Figure 4", dropout=False, last=epochs),
