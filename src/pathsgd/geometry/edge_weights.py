@@ -101,7 +101,7 @@ class EdgeWeights:
         bases = self._bases(weights)
         factors: list[Tensor | None] = [None] * len(weights)
         kept = [_drop_signs(weight) for weight in weights]
-        for place in range(max(map(len, kept))):
+        for place in range(max(len(own) for own in kept)):
             more = [_from_bases(own[place] if place < len(own) else None, bases) for own in kept]
             factors = multiply_pairs(factors, more)
         edges = multiply_pairs([_from_bases(w.parameter, bases) for w in weights], factors)
@@ -194,7 +194,7 @@ def _take_powers(arithmetic: Arithmetic, tensors: list[Tensor]) -> list[Tensor]:
 def add_lists(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sum of each list of tensors alike."""
     totals = [own[0] for own in lists]
-    for place in range(1, max(map(len, lists), default=0)):
+    for place in range(1, max(len(own) for own in lists)):
         longer = [k for k, own in enumerate(lists) if place < len(own)]
         more = [lists[k][place] for k in longer]
         if _worth_batching(more):

@@ -364,6 +364,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     """Both passes, and gamma of every parameter as the backward pass meets its uses. ``check`` is shown the
     numbers as they come."""
     network = network.join_norms()
+    inside_norms = network.inside_norms
     graph, arithmetic, tensors = network.graph, network.arithmetic, network.edges.tensors
     shapes = {name: tuple(local_part(tensors[name]).shape) for name in graph.parameters}
     gamma_in = run_forward(network, check)
@@ -376,7 +377,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     by_channel: dict[int, Tensor] = {}
     arrived: ExtendedFloat
     for k, gamma_out in network.backward(gamma_in):
-        inside = k in network.inside_norms
+        inside = k in inside_norms
         if not inside:
             arrived = gamma_out  # at a norm, too, before what is inside of it
         if check is not None:
@@ -401,8 +402,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
             gamma_out = summed[key]
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
         wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
-    for name, own in gammas_of_norms(network, by_channel).items():
-        whole = ExtendedFloat(own)
+    for name, whole in gammas_of_norms(network, by_channel).items() if by_channel else ():
         wholes[name] = arithmetic.add([wholes[name], whole]) if name in wholes else whole
     for name in [name for name in vectors if uses[name] > 1]:
         product = add_outer_products(arithmetic, vectors.pop(name))

@@ -63,7 +63,7 @@ def gamma_of_use(
     return _to_parameter(arithmetic, weight, per_edge, network.edges.factor_power(k), shape)
 
 
-def gammas_of_norms(network: PoweredNetwork, by_channel: Mapping[int, Tensor]) -> dict[str, Tensor]:
+def gammas_of_norms(network: PoweredNetwork, by_channel: Mapping[int, Tensor]) -> dict[str, ExtendedFloat]:
     """Of the parameters of batch norms that are computed as one, from the sums over places of their scales
     and shifts: all in a few launches."""
     weights = {k: network.graph.nodes[k].operation.weight for k in by_channel}  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def gammas_of_norms(network: PoweredNetwork, by_channel: Mapping[int, Tensor]) -
         shape = network.graph.parameters[weight.parameter.name].shape
         own = _to_parameter(network.arithmetic, weight, ExtendedFloat(product), None, shape)
         found.setdefault(weight.parameter.name, []).append(own.mantissa)
-    return dict(zip(found, add_lists(list(found.values())), strict=True))
+    return dict(zip(found, map(ExtendedFloat, add_lists(list(found.values()))), strict=True))
 
 
 def _to_parameter(
