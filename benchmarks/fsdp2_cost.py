@@ -2,8 +2,9 @@
 
 The same initial weights and batches each time. A step of a plain model is taken by Triton kernels where there
 are some, and captured in a CUDA graph ("plain"); of a sharded one always in ordinary operations in a loop, so
-that PathAdam and PathMuon are trained like that without FSDP2, too ("reference"): to the same bits. AdamW and Muon are those of torch; AdamW's reference is
-its other implementation, so that it shows how far rounding alone takes 200 steps apart.
+that PathAdam and PathMuon are trained like that without FSDP2, too ("reference"): to the same bits. AdamW and
+Muon are those of torch; AdamW's reference is its other implementation, which shows how far rounding alone
+takes 200 steps apart.
 
     torchrun --nproc-per-node 1 -m benchmarks.fsdp2_cost [--small] [--steps N] [--batch N]
         [--precision bf16|tf32|fp32|fp64] [--methods AdamW PathAdam Muon PathMuon] [--out FILE]
