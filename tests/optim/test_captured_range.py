@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.geometry.gamma import measure
+from pathsgd.geometry.gamma import measure, measure_gammas
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.optim.captured_measurement import CHECK_EVERY, CapturedMeasurement
@@ -36,7 +36,7 @@ def captured():
     graph = pathsgd.trace(model)
     tensors = graph.tensors(model)
     found = CapturedMeasurement.__new__(CapturedMeasurement)
-    found.graph, found.p, found._usual, found._replays, found.found = graph, 2.0, None, 0, "gammas"
+    found._usual, found._replays, found.found = None, 0, "gammas"
 
     @torch.no_grad()
     def check():
@@ -97,3 +97,17 @@ def test_without_room_every_replay_is_checked_and_waited_for(captured):
         assert found.checked_passes.replays == checked + 2 + k
     scale(model, 2.0**30)
     assert found.replay() is None
+
+
+def test_room_is_that_of_the_model_and_not_of_its_graph(captured):
+    """Another model that is measured by the same graph may have plenty."""
+    model, found = captured
+    network = found.check.network
+    another = {name: tensor.detach().clone() for name, tensor in network.edges.tensors.items()}
+    scale(model, 2.0**38)
+    for _ in range(CHECK_EVERY + 2):
+        found.replay()
+    measure_gammas(network.traced, another)
+    checked = found.checked_passes.replays
+    found.replay()
+    assert found.checked_passes.replays == checked + 1

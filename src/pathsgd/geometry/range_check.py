@@ -47,6 +47,8 @@ class RangeCheck:
     looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
     factors: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     """Of what gamma_in and gamma_out of a parameter are multiplied by."""
+    has_room: bool = True
+    """Whether the last numbers left some room to what plain floats are trusted with."""
 
     def __post_init__(self) -> None:
         self._nodes = checked_nodes(self.network.graph)
@@ -155,12 +157,13 @@ class RangeCheck:
             if room < 0 or min(least, least + smaller) < -bounds.gamma:
                 return None
         if not forward_alone:
-            self._remember(room >= ROOM)
+            self.has_room = room >= ROOM
+            self._remember()
         return found
 
-    def _remember(self, has_room: bool) -> None:
+    def _remember(self) -> None:
         near = _near_the_end.setdefault(self.network.traced, set())
-        if has_room:
+        if self.has_room:
             near.discard(self.network.arithmetic.p)
         else:
             near.add(self.network.arithmetic.p)
@@ -222,7 +225,7 @@ class RangeCheck:
 
 
 def has_room(graph: PathGraph, p: float) -> bool:
-    """Whether the last check left some room to what plain floats are trusted with."""
+    """Whether the last check of a graph left some room, for steps that cannot be checked."""
     return p not in _near_the_end.get(graph, ())
 
 

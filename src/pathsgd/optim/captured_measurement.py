@@ -14,7 +14,7 @@ import torch
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, has_room
+from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
@@ -30,7 +30,6 @@ class CapturedMeasurement(Generic[T]):
 
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
-        self.graph, self.p = graph, p
         self.addresses = addresses(tensors)
         self.passes, self.checked_passes = CUDAGraph(), CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
@@ -84,7 +83,7 @@ class CapturedMeasurement(Generic[T]):
     def _in_range(self) -> bool:
         assert self.extremes is not None
         assert self.seen is not None
-        if self._replays == 0 or not has_room(self.graph, self.p):
+        if self._replays == 0 or not self.check.has_room:
             self.checked_passes.replay()
             self.seen.copy_(self.extremes)
             suspects = self.check.suspects(self.seen.tolist())

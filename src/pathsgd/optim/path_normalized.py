@@ -271,8 +271,8 @@ class PathNormalized(PathOptimizer):
         view = InvariantView(inside, fallback, self._limit() if inside else None)
         with torch.no_grad():
             take_roots(gamma for _, gamma in inside)
-        with torch.no_grad(), _hide_gradients(hidden), view.entered():
-            return self._step_base(None if closure is None else view.wrap(closure))
+            with _hide_gradients(hidden), view.entered():
+                return self._step_base(None if closure is None else view.wrap(closure))
 
     def _by_fused(self) -> list[Ready]:
         """What fused implementations move."""

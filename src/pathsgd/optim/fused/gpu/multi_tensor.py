@@ -54,7 +54,7 @@ class MultiTensorStep:
         groups: the parameters and their rules, which are compatible.
         states: of each parameter; the number of steps comes last, if the rule has one.
         gammas: what was measured, kept so that it is not freed.
-        own: of each parameter, its gamma, or None for 1.
+        gamma_of: of each parameter, its gamma, or None for 1.
         before: the step that was taken before, whose tiles may serve.
         repeated: takes what a CUDA graph that is being captured is going to copy in every replay.
 
@@ -64,14 +64,14 @@ class MultiTensorStep:
 
     def __init__(
         self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas,
-        own: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
+        gamma_of: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
     ) -> None:  # fmt: skip
         self.parameters = [p for group in groups for p in group.parameters]
         self.device = self.parameters[0].device
         self.groups, self.states, self.gammas = list(groups), list(states), gammas
         self.one = torch.ones((), device=self.device)
         self._repeated = repeated
-        moved = [self._find_tensors(*each) for each in zip(self.parameters, states, own, strict=True)]
+        moved = [self._find_tensors(*each) for each in zip(self.parameters, states, gamma_of, strict=True)]
         if any(t.dtype != torch.float32 or t.device != self.device for each in moved for t in each):
             raise NotStrided
         self.rows = [_find_row(each) for each in moved]
