@@ -1,0 +1,121 @@
+"""What may be given as an example of the inputs: batches, several arguments, other devices and precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from support.networks import NETWORKS, build, dense_gammas
+from support.traced import normalised
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_batch_does_not_count(network):
+    model, x = build(network)
+    one = dense_gammas(model, x[:1])
+    for batch in (x, x.repeat(4, *(1,) * (x.dim() - 1)), x[:0]):
+        found = dense_gammas(model, batch)
+        assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+def test_positions_do_count():
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    one = dense_gammas(model, torch.randn(2, 1, 3))["0.weight"]
+    five = dense_gammas(model, torch.randn(2, 5, 3))["0.weight"]
+    assert torch.allclose(five, 5 * one)
+
+
+def test_a_batch_that_is_fixed_in_the_code_is_said_so():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.b(self.a(x).view(5, 4).relu())
+
+    assert "could not be cut" in str(pathsgd.trace(Fixed(), torch.randn(5, 3)))
+    unbatched = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    assert "could not be cut" in str(pathsgd.trace(unbatched, torch.randn(3, 8, 8)))
+    assert "could not be cut" not in str(pathsgd.trace(unbatched, torch.randn(3, 8, 8), batch_dim=None))
+
+
+def test_time_first_layers_are_pointed_out():
+    """Whether axis 0 is time or batch cannot be seen from outside, so the report says how to say it."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
+    graph = pathsgd.trace(model, torch.randn(5, 3, 8))
+    assert "'0' (TransformerEncoderLayer) takes time first" in str(graph)
+    assert "batch_dim=1" in str(graph)
+    assert not pathsgd.trace(model, torch.randn(5, 3, 8), batch_dim=1).notes
+
+
+def test_keyword_inputs_and_several_inputs_and_outputs():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.out = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 2)
+
+        def forward(self, x, *, y, flag=True):
+            h = (self.left(x) + self.right(y)).relu()
+            return {"out": self.out(h), "hidden": [h]} if flag else h
+
+    model = Pair().double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    graph = pathsgd.trace(model, {"x": x, "y": y})
+    assert normalised(graph) == set(graph.parameters)
+    assert [tuple(t.shape) for t in pathsgd.path_norm(model, graph, per_output=True)] == [(1, 2), (1, 4)]
+    gamma = dense_gammas(model, graph)
+    expected = (model.out.weight**2).sum(0) + 1  # the hidden units are outputs too
+    assert torch.allclose(gamma["left.bias"], expected.detach())
+
+
+def test_an_example_on_another_device_will_do():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to("meta")
+    assert normalised(pathsgd.trace(model, torch.randn(1, 3))) == set(dict(model.named_parameters()))
+
+
+class Convolution(nn.Module):
+    """Rolls dice in training mode if it is told to, which export cannot follow."""
+
+    def __init__(self, dice=False):
+        super().__init__()
+        self.dice, self.a, self.b = dice, nn.Conv1d(1, 3, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        if self.dice and self.training and torch.rand([]) < 0.5:
+            x = 2 * x
+        return self.b(x.flatten(1))
+
+
+@pytest.mark.parametrize("dice", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_an_example_in_another_precision_will_do(dice, precision, other):
+    model, x = Convolution(dice).to(precision), torch.zeros(2, 1, 4)
+    assert str(pathsgd.trace(model, x.to(other))) == str(pathsgd.trace(model, x.to(precision)))
+
+
+def test_the_error_is_not_about_precision_if_that_was_not_all():
+    with pytest.raises(pathsgd.TraceError, match=r"'b' \(Linear\)"):
+        pathsgd.trace(Convolution().bfloat16(), torch.zeros(2, 1, 5))
+
+
+class TakesDouble(nn.Module):
+    """Casts by itself, and would not take an input that was cast before."""
+
+    def __init__(self):
+        super().__init__()
+        self.smooth, self.a = nn.Conv1d(1, 1, 3).double().requires_grad_(False), Convolution()
+        self.first = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.a(self.smooth(x).float() * self.first)
+
+
+def test_an_example_that_will_do_is_not_cast():
+    graph = pathsgd.trace(TakesDouble(), torch.zeros(2, 1, 6, dtype=torch.float64))
+    assert {"a.a.weight", "a.b.weight"} <= normalised(graph)
