@@ -29,10 +29,11 @@ class FixedStatistics:
 
     def adjoints(self, gradient: Tensor, x: Tensor, scale: Tensor) -> NormAdjoints:
         channels = x.shape[1]
+        mean, variance = self.mean[:channels], self.variance[:channels]
+        # given twice: a GPU reads the first pair or, where channels are last in memory, the second
         found = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, scale.reshape(channels), self.mean[:channels], self.variance[:channels], None, None,
-            False, 0.0, [True, True, True],
-        )  # fmt: skip
+            gradient, x, scale.reshape(channels), mean, variance, mean, variance, False, 0.0, [True, True, True]
+        )
         back, *sums = found
         shape = channels, *(1,) * (x.dim() - 2)
         return NormAdjoints(back, *(each.reshape(shape) for each in sums))
