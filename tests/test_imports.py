@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 ROOM_NAMES = {f"pathsgd.{room}" for room in MAY_IMPORT}
 TOOLS = {"console", "inspect", "bench", "paper", "cli"}
-GPU = (("optim", "fused", "gpu"), ("optim", "relative", "gpu"))
+GPU = (("optim", "fused", "gpu"), ("optim", "relative", "gpu"), ("geometry", "operations", "gpu"))
 
 
 def imported_names(tree: ast.Module, package: list[str]) -> Iterator[tuple[ast.AST, list[str]]]:

@@ -70,6 +70,12 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel of ours may read a tensor: nothing traces, transforms or differentiates its use."""
+    derived = torch.is_grad_enabled() and tensor.requires_grad
+    return not derived and not is_compiling() and not is_transformed(tensor)
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether vmap is at work on a tensor, at any level of nested torch.func transforms."""
     functorch = torch._C._functorch

@@ -14,9 +14,10 @@ from pathsgd.geometry.operations import convolution
 from pathsgd.graph.nodes import Conv, Stored, Weight
 from support.networks import SmallResNet, Vgg, build
 
-PLAIN = Arithmetic(2.0, torch.float64)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONVOLUTIONS = {
     "3x3": ((5, 3, 3, 3), (1, 1), (1, 1), (1, 1)),
+    "several programs": ((70, 20, 3, 3), (1, 1), (1, 1), (1, 1)),
     "stride": ((5, 3, 3, 2), (2, 3), (1, 0), (1, 1)),
     "dilation": ((2, 4, 3, 3), (1, 2), (2, 2), (2, 1)),
     "pointwise": ((6, 3, 1, 1), (1, 1), (0, 0), (1, 1)),
@@ -25,31 +26,31 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(("shape", "stride", "padding", "dilation"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_products(shape, stride, padding, dilation, monkeypatch):
-    """Forward, back to the inputs, and to the weights."""
-    stored = Stored(shape, "weight")
-    operation = Conv(Weight(shape, stored), stride, padding, dilation, output_padding=(0, 0))
+def test_products(shape, stride, padding, dilation, layout, monkeypatch):
+    """Forward, back to the inputs, and to the weights; here by Triton's interpreter."""
+    operation = Conv(Weight(shape, Stored(shape, "weight")), stride, padding, dilation, output_padding=(0, 0))
     generator = torch.Generator().manual_seed(0)
-    weight, x = (
-        torch.rand(s, generator=generator, dtype=torch.float64) for s in (shape, (1, shape[1], 9, 8))
-    )
+    weight, x = (torch.rand(s, generator=generator).to(DEVICE) for s in (shape, (1, shape[1], 9, 8)))
+    weight = weight.to(memory_format=layout)
 
-    def run():
-        y = convolution.conv(PLAIN, operation, ExtendedFloat(x), weight)
+    monkeypatch.setattr(convolution, "_better_as_product", lambda operation, x, _: x.dtype == torch.float32)
+
+    def run(dtype):
+        plain, into = Arithmetic(2.0, dtype), ExtendedFloat(x.to(dtype))
+        y = convolution.conv(plain, operation, into, weight)
         back = convolution.transpose_conv(operation, tuple(x.shape), tuple(y.mantissa.shape))
-        gradient = ExtendedFloat(y.mantissa.cos().abs())
-        into = convolution.conv(PLAIN, back, gradient, weight)
-        by_weight = convolution.conv_weight_adjoint(PLAIN, operation, ExtendedFloat(x), gradient, weight)
-        return [value.mantissa for value in (y, into, by_weight)]
+        ramp = torch.linspace(0.5, 1, y.mantissa.numel(), device=DEVICE).to(dtype)
+        gradient = ExtendedFloat(ramp.reshape(y.mantissa.shape))
+        flow = convolution.conv(plain, back, gradient, weight)
+        by_weight = convolution.conv_weight_adjoint(plain, operation, into, gradient, weight)
+        return [value.mantissa for value in (y, flow, by_weight)]
 
-    expected, made = run(), []
-    product = convolution._product
-    monkeypatch.setattr(convolution, "_better_as_product", lambda *_: True)
-    monkeypatch.setattr(convolution, "_product", lambda *own: made.append(1) or product(*own))
-    for found, own in zip(run(), expected, strict=True):
-        torch.testing.assert_close(found, own, rtol=1e-12, atol=0)
-    assert len(made) == 2
+    found = run(torch.float32)
+    for own, expected in zip(found, run(torch.float64), strict=True):
+        torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=0)
+    assert found[2].is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

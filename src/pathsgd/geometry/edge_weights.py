@@ -117,8 +117,6 @@ class EdgeWeights:
         stored = {_base_key(s): s for w in weights for s in (w.parameter, *w.factors) if s is not None}
         dtype = self.arithmetic.dtype
         bases = {key: _base(replace(s, inverse_sigma=None), self.tensors, dtype) for key, s in stored.items()}
-        # On a GPU convolutions are products of matrices: what is channels_last is copied once.
-        bases = {key: base.contiguous() if base.is_cuda else base for key, base in bases.items()}
         for epsilon in {s.inverse_sigma for s in stored.values() if s.inverse_sigma is not None}:
             keys = [key for key, s in stored.items() if s.inverse_sigma == epsilon]
             bases.update(zip(keys, _inverse_sigmas([bases[key] for key in keys], epsilon), strict=True))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pathsgd._torch import Version, is_capturing, is_compiling, versions
+from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas
 from pathsgd.geometry.range_check import has_room
@@ -27,7 +28,6 @@ from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.measurement import F, GammaMeasurement, Measurement
 from pathsgd.optim.model_tensors import ModelTensors
-from pathsgd.optim.on_device import on_device
 from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pathsgd.geometry.operations.gpu.patch_kernels import fold_kernel, gather_kernel
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import BLOCK, TOGETHER, multi_tensor_kernel
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
 from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
@@ -108,6 +109,10 @@ for kernel, constants in (
     (relative.sum_kernel, dict(AT_ONCE=1024)),
 ):
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
+for kernel in (gather_kernel, fold_kernel):
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict(x="*fp32", patches="*fp32")
+    for last in (False, True):
+        compiled(kernel, types, dict(CHANNELS_LAST=last))
 print("compiled")
 """
 

@@ -32,7 +32,7 @@ class FixedStatistics:
         mean, variance = self.mean[:channels], self.variance[:channels]
         # given twice: a GPU reads the first pair or, where channels are last in memory, the second
         found = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, scale.reshape(channels), mean, variance, mean, variance, False, 0.0, [True, True, True]
+            gradient, x, scale.reshape(channels), mean, variance, mean, variance, False, 0.0, [True] * 3
         )
         back, *sums = found
         shape = channels, *(1,) * (x.dim() - 2)

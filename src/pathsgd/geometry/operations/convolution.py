@@ -1,4 +1,4 @@
-"""Convolutions of the powered network: sums by torch's own kernels, maxima tap by tap."""
+"""Convolutions of the powered network: sums by torch's kernels, or on a GPU by ours, maxima tap by tap."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from pathsgd._torch import is_plain
+from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
@@ -40,8 +41,10 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
         head = head.reshape(1, -1, *(1,) * (ndim - 2))
     if math.isinf(arithmetic.p):
         y = max_conv(operation, x.mantissa, edges)
-    elif _better_as_product(operation, x.mantissa):
-        y = _product(operation, x.mantissa, edges)
+    elif _better_as_product(operation, x.mantissa, edges):
+        from pathsgd.geometry.operations.gpu.image_convolution import convolve
+
+        y = convolve(operation, x.mantissa, edges, _output_size(operation, tuple(x.mantissa.shape[2:])))
     else:
         y = torch.convolution(
             x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
@@ -54,39 +57,14 @@ LARGEST_PRODUCT = 1 << 22
 """Entries of the matrix of patches up to which it is cheap to write down."""
 
 
-def _better_as_product(operation: Conv, x: Tensor) -> bool:
-    """A convolution of one image by many channels: cudnn walks it with few threads, up to five times as long
-    as a matrix product takes."""
-    if not x.is_cuda or x.dim() != 4 or len(x) != 1 or operation.groups != 1:
+def _better_as_product(operation: Conv, x: Tensor, other: Tensor) -> bool:
+    """Whether it is a convolution of one image of which there are not too many patches."""
+    image = x.is_cuda and x.dim() == 4 and len(x) == 1 and operation.groups == 1
+    if not image or x.dtype != torch.float32 or not (has_triton() and is_plain(x) and is_plain(other)):
         return False
     small = tuple(x.shape[2:]) if operation.transposed else _output_size(operation, tuple(x.shape[2:]))
-    entries = math.prod(small) * math.prod(operation.weight.shape[1:])
-    return entries <= LARGEST_PRODUCT or _is_pointwise(operation)
-
-
-def _is_pointwise(operation: Conv) -> bool:
-    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
-    return once and not any(operation.padding) and not any(operation.output_padding)
-
-
-def _product(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
-    """The convolution as the product of the weights and the matrix of patches."""
-    matrix, size = edges.reshape(len(edges), -1), _output_size(operation, tuple(x.shape[2:]))
-    if not operation.transposed:
-        return (matrix @ _patches(operation, x)).reshape(1, len(edges), *size)
-    patches = matrix.t() @ x.reshape(len(edges), -1)
-    if _is_pointwise(operation):
-        return patches.reshape(1, -1, *size)
-    taps = tuple(edges.shape[2:])
-    return F.fold(patches[None], size, taps, operation.dilation, operation.padding, operation.stride)
-
-
-def _patches(operation: Conv, x: Tensor) -> Tensor:
-    """What the weights of a channel see of one image at each place: ``(inputs * taps, places)``."""
-    if _is_pointwise(operation):
-        return x.reshape(x.shape[1], -1)
     taps = operation.weight.shape[2:]
-    return F.unfold(x, taps, operation.dilation, operation.padding, operation.stride)[0]
+    return math.prod(taps) == 1 or math.prod(small) * math.prod(operation.weight.shape[1:]) <= LARGEST_PRODUCT
 
 
 def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
@@ -138,9 +116,10 @@ def conv_weight_adjoint(
     x, gradient = arithmetic.align(x, rest), arithmetic.align(gradient, rest)
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
-    elif not operation.transposed and _better_as_product(operation, x.mantissa):
-        by_place = gradient.mantissa.reshape(len(weight), -1)
-        value = (by_place @ _patches(operation, x.mantissa).t()).reshape(weight.shape)
+    elif not operation.transposed and _better_as_product(operation, x.mantissa, gradient.mantissa):
+        from pathsgd.geometry.operations.gpu.image_convolution import adjoin_weight
+
+        value = adjoin_weight(operation, x.mantissa, gradient.mantissa, weight)
     else:
         _, value, _ = torch.ops.aten.convolution_backward(
             gradient.mantissa, x.mantissa, weight.to(arithmetic.dtype), None, operation.stride,

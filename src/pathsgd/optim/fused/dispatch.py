@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
+from pathsgd.geometry.devices import has_triton
 from pathsgd.graph.chains import Chain, Layer, chains
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.fused.blocked import Blocked
@@ -38,11 +37,6 @@ def check_implementation(implementation: object) -> Choice:
     if implementation == "triton" and not has_triton():
         raise ValueError("implementation='triton' needs the package triton; use 'auto'")
     return implementation  # type: ignore[return-value]
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class Ready(Protocol):

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, is_capturing
+from pathsgd.geometry.devices import has_triton, on_device
 from pathsgd.geometry.sharded import shards_of
-from pathsgd.optim.fused.dispatch import Choice, Kind, has_triton
+from pathsgd.optim.fused.dispatch import Choice, Kind
 from pathsgd.optim.gamma_cache import GammaCache
-from pathsgd.optim.on_device import on_device
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.captured_step import CapturedStep, is_capturable
 from pathsgd.optim.relative.coordinates import (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
+from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.gamma import Gamma, Gammas
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
     BLOCK,
@@ -23,7 +24,6 @@ from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
     multi_tensor_kernel,
 )
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
-from pathsgd.optim.on_device import on_device
 from pathsgd.optim.rule import GroupRule, Rule, State
 
 ALIGNED = 4 * TOGETHER.value

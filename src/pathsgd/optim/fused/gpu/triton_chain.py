@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
@@ -22,7 +23,6 @@ from pathsgd.optim.fused.gpu.triton_kernels import OUT_AT_ONCE, finish_kernel, l
 from pathsgd.optim.fused.gpu.triton_layout import COLUMNS, layout_of
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
-from pathsgd.optim.on_device import on_device
 
 ROWS = {0: 8, 1: 4, 2: 4}
 """Rows of a block, by the numbers of state for a weight: the fastest on an H200. Sums without an update take

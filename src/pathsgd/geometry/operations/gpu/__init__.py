@@ -1,0 +1,1 @@
+"""What needs Triton. Nothing outside imports it but inside a function, when it is wanted."""
