@@ -176,6 +176,44 @@ def test_a_backward_pass_of_each_batch_measures_once(monkeypatch):
     assert len(measured) == counts[-1]  # in the backward pass, not in the step
 
 
+def look_at_the_loss(model, optimizer):
+    x = torch.ones(2, 6, dtype=torch.float64)
+    with torch.no_grad():
+        optimizer.compiled(x)
+    optimizer.compiled.eval()(x)
+    optimizer.compiled.train()
+
+
+@pytest.mark.parametrize("late", [nothing, write_weights, run_again, add_up, look_at_the_loss])
+def test_a_compiled_network_measures_when_it_has_run(late, monkeypatch):
+    """Its gradients are known at the end of the backward pass only."""
+    order, start = [], MeasureAgain.start
+
+    def train():
+        torch.manual_seed(0)
+        model, x = build(nn.BatchNorm1d), torch.randn(8, 6, dtype=torch.float64)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        optimizer = PathSGD(compiled, traced(nn.BatchNorm1d), lr=1e-2, implementation="reference")
+        optimizer.compiled = compiled
+        for k in range(8):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(compiled(x * (1 + k)), torch.arange(8) % 3)
+            order.append("run")
+            loss.backward()
+            late(model, optimizer)
+            order.append("step")
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    monkeypatch.setattr(MeasureAgain, "start", lambda self: (order.append("measure"), start(self))[1])
+    found = train()
+    if late is nothing:
+        assert order[-3:] == ["measure", "run", "step"]
+        assert MeasureAgain.used
+    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: False)
+    assert torch.equal(found, train())
+
+
 def test_watching_backward_passes_keeps_nothing_alive():
     model, x = build(nn.BatchNorm1d), torch.randn(8, 6, dtype=torch.float64)
     optimizer = OPTIMIZERS["PathSGD"](model, traced(nn.BatchNorm1d))

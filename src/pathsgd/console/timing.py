@@ -103,10 +103,10 @@ def _prepare(
     compiled: bool,
     pool: Pool | None,
 ) -> _Steps | None:
-    optimizer = make_optimizer(model, x[:1])
+    forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    optimizer = make_optimizer(forward, x[:1])
     if optimizer is None:
         return None
-    forward = torch.compile(model) if compiled else model
 
     def backward() -> None:
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd._torch import Version, is_capturing, is_compiling, versions
+from pathsgd._torch import Version, is_capturing, is_compiling, uncompiled, versions
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas
@@ -68,7 +68,10 @@ class GammaCache:
         self._outside: list[Version] | None = None
         """The versions of the parameters after the last step; None if that one was captured."""
         self._found_statistics: tuple[int, list[str], bool] = 0, [], True
+        self._compiled = None if uncompiled(model) is model else model
         self._backward_start: BackwardStart | None = None
+        self._expects_backward = False
+        """A compiled network has run: its backward pass has been counted."""
         self._backwards, self._usual_backwards = 0, 1
         """Backward passes since the last step, and before it."""
         self._forward_done: tuple[torch.cuda.Event, list[Version]] | None = None
@@ -154,7 +157,7 @@ class GammaCache:
         self._measurements += 1
         on_gpu = not self.sharded and _are_on_gpu(tensors)
         if on_gpu and not self._reads_parameters_alone(measurement):
-            self._backward_start = self._backward_start or BackwardStart(self)
+            self._backward_start = self._backward_start or BackwardStart(self, self._compiled)
             self._backward_start.watch(self.model.parameters())
         if on_gpu and self._measurements > WARM_UP and measurement.capturable and not found.exponents:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
@@ -211,9 +214,20 @@ class GammaCache:
         elif self._found:
             self._versions = now
 
+    def on_forward(self) -> None:
+        """A compiled network has run, of whose backward pass nothing is told before its end."""
+        self._begin_backward()
+        self._expects_backward = True
+
     def on_backward(self) -> None:
-        """A backward pass has begun: unless the network is run once more before the step, its running
-        statistics will be those of the step."""
+        """A backward pass has begun."""
+        if not self._expects_backward:
+            self._begin_backward()
+        self._expects_backward = False
+
+    def _begin_backward(self) -> None:
+        """Unless the network is run once more before the step, its running statistics will be those of the
+        step."""
         self._backwards += 1
         if is_compiling() or self.refresh_every > 1 or not self._statistics()[1] or _has_other_ranks():
             return
@@ -300,7 +314,7 @@ class GammaCache:
         self.known.check_model(self._model_tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_backward_start", "_forward_done", "_read", "_in_capture"))
+        gone = dict.fromkeys(("_backward_start", "_compiled", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
             "_found_statistics": (0, [], True),
