@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from benchmarks.transfer.tasks import Text, text
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pathsgd
 from pathsgd.console.devices import allow_tf32, device_name
@@ -125,12 +127,14 @@ def train(model: nn.Module, optimizer, data: Text, precision: str) -> Run:
     clock.mark()
     for x, y in data.epoch(generator):
         optimizer.zero_grad()
-        # The backward pass of attention adds up in no fixed order otherwise: losses are compared bit by bit.
+        # The backward pass of attention adds up in no fixed order otherwise, in fp32 even then but by matrix
+        # products: losses are compared bit by bit.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            outputs = model(x)
-        loss = F.cross_entropy(outputs.to(dtype).flatten(0, 1), y.flatten())
-        loss.backward()
+        with nullcontext() if precision == "bf16" else sdpa_kernel(SDPBackend.MATH):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                outputs = model(x)
+            loss = F.cross_entropy(outputs.to(dtype).flatten(0, 1), y.flatten())
+            loss.backward()
         torch.use_deterministic_algorithms(False)
         clock.mark()
         optimizer.step()
