@@ -21,8 +21,13 @@ from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 T = TypeVar("T")
 
 CHECK_EVERY = 16
-"""Replays between two range checks: far too few to leave the range of plain floats, where there is room. Else
-every replay is checked, and waited for."""
+"""Steps between two range checks: far too few to leave the range of plain floats, where there is room."""
+
+
+def is_due(count: int) -> bool:
+    """Whether to check after so many steps. At first every time: path weights grow by up to 2^50 while
+    running statistics settle."""
+    return count < CHECK_EVERY or count % CHECK_EVERY == 0
 
 
 class CapturedMeasurement(Generic[T]):
@@ -55,23 +60,24 @@ class CapturedMeasurement(Generic[T]):
         """Whether the tensors lie where they lay when the graph was captured."""
         return self.addresses == addresses(tensors)
 
-    def replay(self) -> T | None:
+    def replay(self, check: bool = False) -> T | None:
         """What is found of the weights as they are now, in the same tensors each time. None if plain floats
-        may not be enough any more: measure eagerly then."""
+        may not be enough any more: measure eagerly then. ``check``: more than a step has written the weights,
+        so that this must be known at once."""
         self.passes.replay()
-        if self.extremes is not None and not self._in_range():
+        if self.extremes is not None and not self._in_range(check):
             return None
         self._replays += 1
         return self.found
 
-    def start(self) -> None:
+    def start(self, check: bool = False) -> None:
         """Begins to measure the weights as they are now, beside whatever is launched after."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
             weakref.finalize(self, _wait_on_host, self._stream).atexit = False
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._ahead = self.replay()
+            self._ahead = self.replay(check)
 
     def finish(self) -> T | None:
         """What was begun to be measured. To be waited for even if it is of no use any more: the next
@@ -80,10 +86,10 @@ class CapturedMeasurement(Generic[T]):
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._ahead
 
-    def _in_range(self) -> bool:
+    def _in_range(self, check: bool) -> bool:
         assert self.extremes is not None
         assert self.seen is not None
-        if self._replays == 0 or not self.check.has_room:
+        if check or self._replays == 0 or not self.check.has_room:
             self.checked_passes.replay()
             self.seen.copy_(self.extremes)
             suspects = self.check.suspects(self.seen.tolist())
@@ -91,9 +97,8 @@ class CapturedMeasurement(Generic[T]):
                 # The eager measurement before was checked fully: what is suspect now is a dead unit, and may
                 # be.
                 self._usual = suspects
-        elif self._replays < CHECK_EVERY or self._replays % CHECK_EVERY == 0:
-            # At first every time: path weights grow by up to 2^50 while running statistics settle. Without
-            # waiting for the device: this reads what the check before this one copied.
+        elif is_due(self._replays):
+            # Without waiting for the device: this reads what the check before this one copied.
             suspects = self.check.suspects(self.seen.tolist())
             self.checked_passes.replay()
             self.seen.copy_(self.extremes, non_blocking=True)

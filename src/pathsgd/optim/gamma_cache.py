@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from pathsgd.graph.trace import Example
 from pathsgd.optim.backward_start import BackwardStart
 from pathsgd.optim.batch_counters import are_counted
 from pathsgd.optim.capture_from_start import capture_after, capture_from_start
-from pathsgd.optim.captured_measurement import CapturedMeasurement
+from pathsgd.optim.captured_measurement import CapturedMeasurement, is_due
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.measurement import F, GammaMeasurement, Measurement
@@ -60,6 +61,8 @@ class GammaCache:
         self.known = KnownParameters(self.model)
         self._model_tensors = ModelTensors(self.model)
         self.needs_exponents: dict[Key, bool] = {}
+        self._in_range: Counter[Key] = Counter()
+        """How often in a row plain floats were enough."""
         self._found: dict[Key, Any] = {}
         self._versions: list[Version] = []
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
@@ -67,6 +70,8 @@ class GammaCache:
         """What is being measured for the next step on a second stream, of tensors of these versions."""
         self._outside: list[Version] | None = None
         """The versions of the parameters after the last step; None if that one was captured."""
+        self._others_write = False
+        """Whether something else, as a second optimizer, wrote them before the last step."""
         self._found_statistics: tuple[int, list[str], bool] = 0, [], True
         self._compiled = None if uncompiled(model) is model else model
         self._backward_start: BackwardStart | None = None
@@ -148,12 +153,14 @@ class GammaCache:
             if begun == self._read_by(measurement, self._versions):
                 found = ahead
             else:
-                found = captured.replay() if captured.fits(tensors) else None
+                check = self._is_written(self._versions)
+                found = captured.replay(check) if captured.fits(tensors) else None
             if found is not None:
                 self._captured[key] = captured
                 return found
         graph = measurement.adapt(self.graph)
-        found = measurement.run(graph, tensors, p, None)
+        found = measurement.run(graph, tensors, p, None if self._must_check(key) else False)
+        self._in_range[key] = 0 if found.exponents else self._in_range[key] + 1
         self._measurements += 1
         on_gpu = not self.sharded and _are_on_gpu(tensors)
         if on_gpu and not self._reads_parameters_alone(measurement):
@@ -163,6 +170,16 @@ class GammaCache:
             self._captured[key] = CapturedMeasurement(graph, tensors, p, measurement.measure)
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
+
+    def _must_check(self, key: Key) -> bool:
+        """Whether plain floats may not be enough for the weights as they are."""
+        trusted = not self.needs_exponents.get(key, True) and not self._is_written(self._versions)
+        return not trusted or is_due(self._in_range[key])
+
+    def _is_written(self, now: list[Version]) -> bool:
+        """Whether something else than the last step has written the parameters, or may have, and does not do
+        so between all steps."""
+        return not self._others_write and self._outside != now[: len(self.graph.parameters)]
 
     def tensors(self) -> Tensors:
         """What gamma is measured from."""
@@ -203,8 +220,10 @@ class GammaCache:
             return  # nothing was cached, and a count would make torch.compile recompile
         # Those that the step has read, if it has: none has been replaced since.
         tensors, self._read = self._read or self._model_tensors.read(self.graph), None
-        now = self._find_versions(tensors)
-        self._outside = now[: len(self.graph.parameters)]
+        now, count = self._find_versions(tensors), len(self.graph.parameters)
+        if self._outside is not None and self._found:
+            self._others_write = self._outside != self._versions[:count]
+        self._outside = now[:count]
         self._usual_backwards, self._backwards = max(self._backwards, 1), 0
         self._steps += 1
         if self._steps % self.refresh_every == 0:
@@ -248,7 +267,7 @@ class GammaCache:
                 continue
             if captured.fits(tensors):
                 with on_device(next(iter(tensors.values())).device):
-                    captured.start()
+                    captured.start(self._is_written(now))
                 self._ahead[key] = self._read_by(key[0], now)
 
     def _reads_parameters_alone(self, measurement: Measurement[Any]) -> bool:
@@ -307,7 +326,7 @@ class GammaCache:
         """Throws away what is cached."""
         self._clear()
         self._ahead = {key: [] for key in self._ahead}
-        self._outside = None
+        self._outside, self._others_write = None, False
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
@@ -317,6 +336,7 @@ class GammaCache:
         gone = dict.fromkeys(("_backward_start", "_compiled", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
+            "_outside": None,
             "_found_statistics": (0, [], True),
         }  # fmt: skip
 
