@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Structures of inputs: torch.utils.pytree, the public name, is still experimental.
 tree_map: Callable[..., Any] = _pytree.tree_map
@@ -68,6 +71,12 @@ def is_transformed(tensor: Tensor) -> bool:
     """Whether a transform of torch.func is at work on a tensor, so that its values may not be there to look
     at and it cannot be written to plain memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """What a rank holds of a DTensor. ``to_local()`` makes a view of it each time, for autograd."""
+    local = tensor._local_tensor
+    return local if type(local) is Tensor else tensor.to_local()
 
 
 def is_plain(tensor: Tensor) -> bool:

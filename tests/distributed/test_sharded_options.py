@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from pathsgd import PathAdam
+from pathsgd.optim import path_normalized
 from support.ranks import run_on_ranks
 from support.sharded import OPTIMIZERS, Mlp, loss_of, make, traced, train, whole_parameters
 
@@ -92,6 +94,24 @@ def test_parameters_in_bf16():
         for found in ranks:
             for a, b in zip(found[name], expected, strict=True):
                 assert (a - b).abs().max() <= 2**-8 * b.abs().max(), name
+
+
+# How tensors are gone through
+
+
+def step_as_on_a_gpu():
+    """Where torch takes all tensors together, unless they are DTensors."""
+    path_normalized.defaults_to_foreach = lambda tensors, _: all(type(t) is torch.Tensor for t in tensors)
+    model = fully_shard(make(Mlp, torch.float64))
+    foreach = [PathAdam(model, traced(Mlp), **own).base.defaults["foreach"] for own in ({}, {"fused": True})]
+    return [train_with("PathAdam"), foreach]
+
+
+def test_adam_takes_all_tensors_together_where_torch_does():
+    expected = train(make(Mlp, torch.float64), Mlp, "PathAdam", range(2), 2, torch.float64)[1]
+    for weights, foreach in run_on_ranks(step_as_on_a_gpu, 2):
+        assert foreach == [True, False]
+        assert gap(weights, expected) <= 1e-12
 
 
 # Places

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd._torch import all_gather
+from pathsgd._torch import all_gather, local_tensor
 from pathsgd.errors import PathError
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat
 from pathsgd.graph.nodes import Conv, Linear, Permute, Weight, Weighted
@@ -123,7 +123,9 @@ def _unsupported(tensor: DTensor) -> PathError:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    return tensor.to_local() if torch.is_grad_enabled() else local_tensor(tensor)
 
 
 def place_like(local: Tensor, like: Tensor) -> Tensor:

@@ -286,6 +286,7 @@ class GammaCache:
             return capture_after(self._forward_done[0], device)
         return nullcontext()
 
+    @torch.no_grad()
     def _find_versions(self, tensors: Tensors) -> list[Version]:
         """Of parameters, then of running statistics."""
         names, _ = self._statistics()

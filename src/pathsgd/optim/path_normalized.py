@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import has_step_hooks, load_state_dict_hooks
+from pathsgd._torch import defaults_to_foreach, has_step_hooks, load_state_dict_hooks
 from pathsgd.geometry.gamma import take_roots
+from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -134,6 +135,10 @@ class PathNormalized(PathOptimizer):
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         self.relative = relative
         self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
+        if self.gamma_cache.sharded and optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+            # torch takes DTensors one by one: four times as long, and rounded other than without sharding.
+            local = [local_part(q).detach() for q in self.gamma_cache.model.parameters()]
+            options = {"foreach": not options.get("fused") and defaults_to_foreach(local, False), **options}
         base = optimizer_class(params, **options)
         self.gamma_cache.known.check_groups(base.param_groups)
         for group in base.param_groups:
