@@ -29,6 +29,7 @@ from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.measurement import F, GammaMeasurement, Measurement
 from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd.optim.parameter_writes import ParameterWrites
 from pathsgd.optim.replicas import Replicas
 
 WARM_UP = 3
@@ -68,17 +69,10 @@ class GammaCache:
         self._captured: dict[Key, CapturedMeasurement[Any]] = {}
         self._ahead: dict[Key, list[Version]] = {}
         """What is being measured for the next step on a second stream, of tensors of these versions."""
-        self._outside: list[Version] | None = None
-        """The versions of the parameters after the last step; None if that one was captured."""
-        self._others_write = False
-        """Whether something else, as a second optimizer, wrote them before the last step."""
+        self._writes = ParameterWrites()
         self._found_statistics: tuple[int, list[str], bool] = 0, [], True
         self._compiled = None if uncompiled(model) is model else model
         self._backward_start: BackwardStart | None = None
-        self._expects_backward = False
-        """A compiled network has run: its backward pass has been counted."""
-        self._backwards, self._usual_backwards = 0, 1
-        """Backward passes since the last step, and before it."""
         self._forward_done: tuple[torch.cuda.Event, list[Version]] | None = None
         """In a CUDA graph of the user's, where its forward pass ends, and what there was then."""
         self._used: list[Key] = []
@@ -153,7 +147,7 @@ class GammaCache:
             if begun == self._read_by(measurement, self._versions):
                 found = ahead
             else:
-                check = self._is_written(self._versions)
+                check = self._writes.are_unusual(self._of_parameters(self._versions))
                 found = captured.replay(check) if captured.fits(tensors) else None
             if found is not None:
                 self._captured[key] = captured
@@ -173,13 +167,8 @@ class GammaCache:
 
     def _must_check(self, key: Key) -> bool:
         """Whether plain floats may not be enough for the weights as they are."""
-        trusted = not self.needs_exponents.get(key, True) and not self._is_written(self._versions)
-        return not trusted or is_due(self._in_range[key])
-
-    def _is_written(self, now: list[Version]) -> bool:
-        """Whether something else than the last step has written the parameters, or may have, and does not do
-        so between all steps."""
-        return not self._others_write and self._outside != now[: len(self.graph.parameters)]
+        written = self._writes.are_unusual(self._of_parameters(self._versions))
+        return written or self.needs_exponents.get(key, True) or is_due(self._in_range[key])
 
     def tensors(self) -> Tensors:
         """What gamma is measured from."""
@@ -216,15 +205,16 @@ class GammaCache:
         """A step has written the weights."""
         self._forward_done = self._in_capture = None
         if is_capturing():
-            self._outside = self._read = None
+            self._writes.forget()
+            self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
         # Those that the step has read, if it has: none has been replaced since.
         tensors, self._read = self._read or self._model_tensors.read(self.graph), None
-        now, count = self._find_versions(tensors), len(self.graph.parameters)
-        if self._outside is not None and self._found:
-            self._others_write = self._outside != self._versions[:count]
-        self._outside = now[:count]
-        self._usual_backwards, self._backwards = max(self._backwards, 1), 0
+        now = self._find_versions(tensors)
+        before = self._of_parameters(self._versions) if self._found else None
+        self._writes.after_step(before, self._of_parameters(now))
+        if self._backward_start is not None:
+            self._backward_start.after_step()
         self._steps += 1
         if self._steps % self.refresh_every == 0:
             self._used = list(self._found)
@@ -233,21 +223,9 @@ class GammaCache:
         elif self._found:
             self._versions = now
 
-    def on_forward(self) -> None:
-        """A compiled network has run, of whose backward pass nothing is told before its end."""
-        self._begin_backward()
-        self._expects_backward = True
-
-    def on_backward(self) -> None:
-        """A backward pass has begun."""
-        if not self._expects_backward:
-            self._begin_backward()
-        self._expects_backward = False
-
-    def _begin_backward(self) -> None:
-        """Unless the network is run once more before the step, its running statistics will be those of the
-        step."""
-        self._backwards += 1
+    def on_backward(self, last: bool) -> None:
+        """A backward pass begins, and probably the last one before the step: unless the network is run once
+        more, its running statistics will be those of the step."""
         if is_compiling() or self.refresh_every > 1 or not self._statistics()[1] or _has_other_ranks():
             return
         tensors = self._model_tensors.read(self.graph)
@@ -255,7 +233,7 @@ class GammaCache:
             event = torch.cuda.Event()
             event.record()
             self._forward_done = event, self._find_versions(tensors)
-        elif self._backwards >= self._usual_backwards:  # gradients of several batches may be added up
+        elif last:
             self._measure_ahead(tensors, self._find_versions(tensors), statistics=True)
 
     def _measure_ahead(self, tensors: Tensors, now: list[Version], *, statistics: bool) -> None:
@@ -267,7 +245,7 @@ class GammaCache:
                 continue
             if captured.fits(tensors):
                 with on_device(next(iter(tensors.values())).device):
-                    captured.start(self._is_written(now))
+                    captured.start(self._writes.are_unusual(self._of_parameters(now)))
                 self._ahead[key] = self._read_by(key[0], now)
 
     def _reads_parameters_alone(self, measurement: Measurement[Any]) -> bool:
@@ -280,7 +258,7 @@ class GammaCache:
         if is_compiling() or device.type != "cuda":
             return nullcontext()
         now = self._find_versions(tensors)
-        if self._reads_parameters_alone(measurement) and self._outside == self._read_by(measurement, now):
+        if self._reads_parameters_alone(measurement) and self._writes.are_of_step(self._of_parameters(now)):
             return capture_from_start(device)
         if self._forward_done is not None and self._forward_done[1] == now:
             return capture_after(self._forward_done[0], device)
@@ -295,7 +273,10 @@ class GammaCache:
 
     def _read_by(self, measurement: Measurement[Any], now: list[Version]) -> list[Version]:
         """The versions of what is measured."""
-        return now[: len(self.graph.parameters)] if self._reads_parameters_alone(measurement) else now
+        return self._of_parameters(now) if self._reads_parameters_alone(measurement) else now
+
+    def _of_parameters(self, now: list[Version]) -> list[Version]:
+        return now[: len(self.graph.parameters)]
 
     def _is_valid(self, now: list[Version]) -> bool:
         # Running statistics change with every batch: they do not count where gamma may be some steps old.
@@ -327,7 +308,7 @@ class GammaCache:
         """Throws away what is cached."""
         self._clear()
         self._ahead = {key: [] for key in self._ahead}
-        self._outside, self._others_write = None, False
+        self._writes.forget()
 
     def check_identity(self) -> None:
         """The model still has the Parameters it had."""
@@ -337,7 +318,7 @@ class GammaCache:
         gone = dict.fromkeys(("_backward_start", "_compiled", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
-            "_outside": None,
+            "_writes": ParameterWrites(),
             "_found_statistics": (0, [], True),
         }  # fmt: skip
 
