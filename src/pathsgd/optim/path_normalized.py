@@ -19,6 +19,7 @@ from pathsgd.geometry.gamma import take_roots
 from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.coordinates import InvariantView, Limit
 from pathsgd.optim.fused import torch_rules
@@ -135,9 +136,10 @@ class PathNormalized(PathOptimizer):
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         self.relative = relative
         self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
-        if self.gamma_cache.sharded and optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+        own = [*self.gamma_cache.model.parameters()]
+        if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and own and all(map(is_sharded, own)):
             # torch takes DTensors one by one: four times as long, and rounded other than without sharding.
-            local = [local_part(q).detach() for q in self.gamma_cache.model.parameters()]
+            local = [local_part(q).detach() for q in own]
             options = {"foreach": not options.get("fused") and defaults_to_foreach(local, False), **options}
         base = optimizer_class(params, **options)
         self.gamma_cache.known.check_groups(base.param_groups)
