@@ -103,14 +103,15 @@ def step_as_on_a_gpu():
     """Where torch takes all tensors together, unless they are DTensors."""
     path_normalized.defaults_to_foreach = lambda tensors, _: all(type(t) is torch.Tensor for t in tensors)
     model = fully_shard(make(Mlp, torch.float64))
-    foreach = [PathAdam(model, traced(Mlp), **own).base.defaults["foreach"] for own in ({}, {"fused": True})]
-    return [train_with("PathAdam"), foreach]
+    given = {}, {"foreach": False}, {"fused": True}, {"lr": torch.tensor(0.1)}
+    chosen = [PathAdam(model, traced(Mlp), **own).param_groups[0]["foreach"] is True for own in given]
+    return [train_with("PathAdam"), chosen]
 
 
 def test_adam_takes_all_tensors_together_where_torch_does():
     expected = train(make(Mlp, torch.float64), Mlp, "PathAdam", range(2), 2, torch.float64)[1]
-    for weights, foreach in run_on_ranks(step_as_on_a_gpu, 2):
-        assert foreach == [True, False]
+    for weights, chosen in run_on_ranks(step_as_on_a_gpu, 2):
+        assert chosen == [True, False, False, False]
         assert gap(weights, expected) <= 1e-12
 
 

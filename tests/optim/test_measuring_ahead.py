@@ -220,7 +220,8 @@ def test_a_compiled_network_measures_when_it_has_run(late, monkeypatch):
 
 def test_watching_backward_passes_keeps_nothing_alive():
     model, x = build(nn.BatchNorm1d), torch.randn(8, 6, dtype=torch.float64)
-    optimizer = OPTIMIZERS["PathSGD"](model, traced(nn.BatchNorm1d))
+    compiled = torch.compile(model, backend="eager")
+    optimizer = OPTIMIZERS["PathSGD"](compiled, traced(nn.BatchNorm1d))
     for _ in range(6):
         model(x).square().sum().backward()
         optimizer.step()
@@ -229,5 +230,6 @@ def test_watching_backward_passes_keeps_nothing_alive():
     del optimizer
     gc.collect()
     assert cache() is None
+    assert not compiled._forward_hooks
     for own in (model, copied, copy.deepcopy(model)):
         own(x).square().sum().backward()

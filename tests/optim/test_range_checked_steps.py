@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathSGD, trace
 from pathsgd.geometry import range_check
+from pathsgd.optim import gamma_cache
 from pathsgd.optim.captured_measurement import CHECK_EVERY
+from pathsgd.optim.parameter_writes import USUAL
 from support.measure_again import MeasureAgain, capture_on_cpu
 
 OPTIMIZERS = {
@@ -23,7 +25,9 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def checks(monkeypatch):
-    """How many there have been."""
+    """How many there have been, as of sharded parameters on a GPU, whose steps are not captured."""
+    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(gamma_cache, "is_sharded", lambda tensor: True)
     made, begin = [], range_check.RangeCheck.__post_init__
     monkeypatch.setattr(range_check.RangeCheck, "__post_init__", lambda own: (made.append(1), begin(own))[1])
     return made
@@ -70,13 +74,32 @@ def test_weights_that_something_else_wrote_are_checked_at_once(name, checks):
     torch.testing.assert_close(model(x), same(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_optimizer_is_no_reason(checks):
+def test_nor_when_it_was_written_before_the_last_step_too(checks):
     model = build()
-    matrices, rest = PathMuon(model, trace(model)), torch.optim.SGD(model[4].parameters(), 1e-3)
-    for _ in range(3 * CHECK_EVERY):
-        train(model, matrices, 1)
-        rest.step()
-    assert len(checks) == CHECK_EVERY + 2
+    optimizer = PathMuon(model, trace(model))
+    train(model, optimizer, CHECK_EVERY + 3)
+    for factor in (2.0, 2.0**70):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+            model[0].bias.mul_(factor)
+            model[2].weight.div_(factor)
+        train(model, optimizer, 1)
+    assert model(torch.ones(1, 6)).isfinite().all()
+
+
+def test_with_running_statistics_or_on_a_cpu_every_step_is_checked(checks, monkeypatch):
+    """Anything may write those, and there is nothing to wait for."""
+    model = nn.Sequential(*build()[:1], nn.BatchNorm1d(8), *build()[1:])
+    optimizer = OPTIMIZERS["PathSGD"](model, trace(model, torch.ones(2, 6)))
+    checks.clear()
+    train(model, optimizer, 2 * CHECK_EVERY)
+    assert len(checks) == 2 * CHECK_EVERY
+    monkeypatch.setattr(gamma_cache, "_are_on_gpu", lambda tensors: False)
+    model = build()
+    optimizer = PathMuon(model, trace(model))
+    checks.clear()
+    train(model, optimizer, 2 * CHECK_EVERY)
+    assert len(checks) == 2 * CHECK_EVERY
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
@@ -100,3 +123,22 @@ def test_a_captured_measurement_is_told_at_once(norm, monkeypatch):
     told.clear()
     train(model, optimizer, 2)
     assert not any(told)
+
+
+def test_a_second_optimizer_does_not_make_a_captured_measurement_wait(monkeypatch):
+    told = []
+    capture_on_cpu(monkeypatch)
+    start = MeasureAgain.start
+    monkeypatch.setattr(
+        MeasureAgain, "start", lambda own, check=False: (told.append(check), start(own, check))[1]
+    )
+    replay = MeasureAgain.replay
+    monkeypatch.setattr(MeasureAgain, "replay", lambda own, check=False: (told.append(check), replay(own))[1])
+    model = build()
+    optimizer = PathSGD(model, trace(model), lr=1e-3, implementation="reference")
+    second = torch.optim.SGD(model[4].parameters(), 1e-3)
+    for _ in range(2 * USUAL):
+        train(model, optimizer, 1)
+        second.step()
+    assert any(told)
+    assert not any(told[-4:])

@@ -32,7 +32,8 @@ class BackwardStart:
         self._told = False
         """Whether the owner has been told of this pass already."""
         if compiled is not None:
-            compiled.register_forward_hook(_HasRun(self))
+            handle = compiled.register_forward_hook(_HasRun(self))
+            weakref.finalize(self, handle.remove).atexit = False
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watches backward passes to these parameters."""

@@ -153,7 +153,7 @@ class GammaCache:
                 self._captured[key] = captured
                 return found
         graph = measurement.adapt(self.graph)
-        found = measurement.run(graph, tensors, p, None if self._must_check(key) else False)
+        found = measurement.run(graph, tensors, p, None if self._must_check(key, tensors) else False)
         self._in_range[key] = 0 if found.exponents else self._in_range[key] + 1
         self._measurements += 1
         on_gpu = not self.sharded and _are_on_gpu(tensors)
@@ -165,10 +165,15 @@ class GammaCache:
             self._measurements = 0  # weights that keep moving in memory are not captured every time
         return found
 
-    def _must_check(self, key: Key) -> bool:
-        """Whether plain floats may not be enough for the weights as they are."""
-        written = self._writes.are_unusual(self._of_parameters(self._versions))
-        return written or self.needs_exponents.get(key, True) or is_due(self._in_range[key])
+    def _must_check(self, key: Key, tensors: Tensors) -> bool:
+        """Whether to look if plain floats are enough, for which the host waits for a GPU."""
+        return (
+            not _are_on_gpu(tensors)
+            or not self._reads_parameters_alone(key[0])
+            or not self._writes.are_of_step(self._of_parameters(self._versions))
+            or self.needs_exponents.get(key, True)
+            or is_due(self._in_range[key])
+        )
 
     def tensors(self) -> Tensors:
         """What gamma is measured from."""

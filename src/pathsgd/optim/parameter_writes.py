@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from pathsgd._torch import Version
 
+USUAL = 16
+"""Steps in a row before which something else has to write to be expected to go on."""
+
 
 class ParameterWrites:
     """Whether the parameters are as the last step left them. Whatever else writes them may move them by any
@@ -17,13 +20,13 @@ class ParameterWrites:
     def forget(self) -> None:
         """Nothing is known of them any more."""
         self._left: list[Version] | None = None
-        self._others_write = False
+        self._by_others = 0
+        """Steps in a row before which something else, as a second optimizer, had written them."""
 
     def after_step(self, before: Sequence[Version] | None, now: Sequence[Version]) -> None:
-        """A step has written parameters of these versions, if they are known. If something else had written
-        them before it, as a second optimizer does, it will before the next."""
+        """A step has written parameters of these versions, if they are known."""
         if self._left is not None and before is not None:
-            self._others_write = self._left != before
+            self._by_others = 0 if self._left == before else self._by_others + 1
         self._left = list(now)
 
     def are_of_step(self, now: Sequence[Version]) -> bool:
@@ -32,4 +35,4 @@ class ParameterWrites:
 
     def are_unusual(self, now: Sequence[Version]) -> bool:
         """Whether something else may have written them which does not always do so."""
-        return not self._others_write and not self.are_of_step(now)
+        return self._by_others < USUAL and not self.are_of_step(now)

@@ -136,12 +136,8 @@ class PathNormalized(PathOptimizer):
                 params = [*(params if grouped else [{"params": params}]), {"params": fallen, **rate}]
         self.relative = relative
         self._relative = RelativeSteps(self.gamma_cache, p, coordinates, growth, implementation)
-        own = [*self.gamma_cache.model.parameters()]
-        if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and own and all(map(is_sharded, own)):
-            # torch takes DTensors one by one: four times as long, and rounded other than without sharding.
-            local = [local_part(q).detach() for q in own]
-            options = {"foreach": not options.get("fused") and defaults_to_foreach(local, False), **options}
         base = optimizer_class(params, **options)
+        _take_together(base)
         self.gamma_cache.known.check_groups(base.param_groups)
         for group in base.param_groups:
             _check_group(group)
@@ -323,6 +319,17 @@ def _hide_gradients(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
+
+
+def _take_together(base: Optimizer) -> None:
+    """Has Adam take DTensors together if torch would without sharding. One by one, as torch does it, takes
+    four times as long and rounds otherwise."""
+    for group in base.param_groups if type(base) in (torch.optim.Adam, torch.optim.AdamW) else ():
+        chosen = group["foreach"] is not None or group["fused"] or group["differentiable"]
+        numbers = not any(isinstance(each, Tensor) for each in (group["lr"], *group["betas"]))
+        if not chosen and numbers and all(map(is_sharded, group["params"])):
+            local = [local_part(p).detach() for p in group["params"]]
+            group["foreach"] = defaults_to_foreach(local, False) or None
 
 
 def _check_group(group: dict[str, Any]) -> None:
