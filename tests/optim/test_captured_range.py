@@ -9,8 +9,8 @@ from torch import nn
 import pathsgd
 from pathsgd.geometry.gamma import measure, measure_gammas
 from pathsgd.geometry.passes import powered_network
-from pathsgd.geometry.range_check import RangeCheck
-from pathsgd.optim.captured_measurement import CHECK_EVERY, CapturedMeasurement
+from pathsgd.geometry.range_check import CHECK_EVERY, RangeCheck
+from pathsgd.optim.captured_measurement import CapturedMeasurement
 
 
 class Graph:

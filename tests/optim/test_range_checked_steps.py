@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathSGD, trace
 from pathsgd.geometry import range_check
+from pathsgd.geometry.range_check import CHECK_EVERY
 from pathsgd.optim import gamma_cache
-from pathsgd.optim.captured_measurement import CHECK_EVERY
 from pathsgd.optim.parameter_writes import USUAL
 from support.measure_again import MeasureAgain, capture_on_cpu
 
@@ -74,7 +74,7 @@ def test_weights_that_something_else_wrote_are_checked_at_once(name, checks):
     torch.testing.assert_close(model(x), same(x), rtol=1e-4, atol=1e-5)
 
 
-def test_nor_when_it_was_written_before_the_last_step_too(checks):
+def test_writes_before_two_steps_in_a_row_are_checked_too(checks):
     model = build()
     optimizer = PathMuon(model, trace(model))
     train(model, optimizer, CHECK_EVERY + 3)
@@ -102,16 +102,25 @@ def test_with_running_statistics_or_on_a_cpu_every_step_is_checked(checks, monke
     assert len(checks) == 2 * CHECK_EVERY
 
 
-@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
-def test_a_captured_measurement_is_told_at_once(norm, monkeypatch):
-    told, replay, start = [], MeasureAgain.replay, MeasureAgain.start
+# Captured measurements
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Whether each measurement had to check at once."""
+    found, replay, start = [], MeasureAgain.replay, MeasureAgain.start
     capture_on_cpu(monkeypatch)
-    monkeypatch.setattr(MeasureAgain, "replay", lambda own, check=False: (told.append(check), replay(own))[1])
-    monkeypatch.setattr(
-        MeasureAgain, "start", lambda own, check=False: (told.append(check), start(own, check))[1]
-    )
+    for name, method in (("replay", replay), ("start", start)):
+        monkeypatch.setattr(
+            MeasureAgain, name, lambda own, check=False, method=method: (found.append(check), method(own))[1]
+        )
+    return found
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
+def test_a_captured_measurement_is_told_at_once(norm, told):
     model = nn.Sequential(*build()[:1], norm(8), *build()[1:])
-    optimizer = PathSGD(model, trace(model, torch.ones(2, 6)), lr=1e-3, implementation="reference")
+    optimizer = OPTIMIZERS["PathSGD"](model, trace(model, torch.ones(2, 6)))
     train(model, optimizer, 10)
     assert told
     assert not any(told[-2:])
@@ -125,17 +134,9 @@ def test_a_captured_measurement_is_told_at_once(norm, monkeypatch):
     assert not any(told)
 
 
-def test_a_second_optimizer_does_not_make_a_captured_measurement_wait(monkeypatch):
-    told = []
-    capture_on_cpu(monkeypatch)
-    start = MeasureAgain.start
-    monkeypatch.setattr(
-        MeasureAgain, "start", lambda own, check=False: (told.append(check), start(own, check))[1]
-    )
-    replay = MeasureAgain.replay
-    monkeypatch.setattr(MeasureAgain, "replay", lambda own, check=False: (told.append(check), replay(own))[1])
+def test_a_second_optimizer_does_not_make_it_wait(told):
     model = build()
-    optimizer = PathSGD(model, trace(model), lr=1e-3, implementation="reference")
+    optimizer = OPTIMIZERS["PathSGD"](model, trace(model))
     second = torch.optim.SGD(model[4].parameters(), 1e-3)
     for _ in range(2 * USUAL):
         train(model, optimizer, 1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pathsgd._torch import foreach, is_compiling
+from pathsgd._torch import foreach, is_plain
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
@@ -168,12 +168,7 @@ def _view_stored(stored: Stored, base: Tensor, dtype: torch.dtype | None = None)
 
 def _worth_batching(tensors: Sequence[Tensor]) -> bool:
     """Whether a few launches for all tensors are worth more than the simplicity of one for each."""
-    return (
-        len(tensors) > 1
-        and all(t.is_cuda and not is_sharded(t) for t in tensors)
-        and not is_compiling()
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
+    return len(tensors) > 1 and all(t.is_cuda and not is_sharded(t) and is_plain(t) for t in tensors)
 
 
 def _inverse_sigmas(variances: list[Tensor], epsilon: float) -> list[Tensor]:

@@ -29,8 +29,17 @@ _announced: weakref.WeakSet[PathGraph] = weakref.WeakSet()
 _near_the_end: weakref.WeakKeyDictionary[PathGraph, set[float]] = weakref.WeakKeyDictionary()
 """By graph, the orders p whose path weights fit plain floats with little room."""
 
+CHECK_EVERY = 16
+"""Steps between two checks where the host would wait for a GPU."""
 ROOM = 32
 """By how many powers of two path weights may grow between two checks."""
+
+
+def is_due(count: int) -> bool:
+    """Whether to check after so many steps. At first every time: path weights grow by up to 2^50 while
+    running statistics settle."""
+    return count < CHECK_EVERY or count % CHECK_EVERY == 0
+
 
 Extremes = list[list[float]]
 """The least and the largest numbers that a check has seen, in its order."""

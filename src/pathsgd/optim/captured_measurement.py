@@ -14,20 +14,11 @@ import torch
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
-from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects
+from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, is_due
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
 T = TypeVar("T")
-
-CHECK_EVERY = 16
-"""Steps between two range checks: far too few to leave the range of plain floats, where there is room."""
-
-
-def is_due(count: int) -> bool:
-    """Whether to check after so many steps. At first every time: path weights grow by up to 2^50 while
-    running statistics settle."""
-    return count < CHECK_EVERY or count % CHECK_EVERY == 0
 
 
 class CapturedMeasurement(Generic[T]):

@@ -15,7 +15,7 @@ from pathsgd._torch import Version, is_capturing, is_compiling, uncompiled, vers
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas
-from pathsgd.geometry.range_check import has_room
+from pathsgd.geometry.range_check import has_room, is_due
 from pathsgd.geometry.sharded import local_part
 from pathsgd.geometry.shared_weights import Shared
 from pathsgd.graph.path_graph import PathGraph, unwrap
@@ -24,7 +24,7 @@ from pathsgd.graph.trace import Example
 from pathsgd.optim.backward_start import BackwardStart
 from pathsgd.optim.batch_counters import are_counted
 from pathsgd.optim.capture_from_start import capture_after, capture_from_start
-from pathsgd.optim.captured_measurement import CapturedMeasurement, is_due
+from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
 from pathsgd.optim.measurement import F, GammaMeasurement, Measurement
