@@ -26,7 +26,8 @@ class PathAdam(PathNormalized):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: the step relative to what it moves.
+        lr: the step relative to what it moves. By default 0.08; if there is no schedule,
+            ``0.08 / sqrt(1 + steps / 20)``.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominator. Gradients are by u, so it means the same for every rescaling.
         weight_decay: decoupled decay.
@@ -49,7 +50,7 @@ class PathAdam(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.08,
+        lr: float | Tensor | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,
@@ -58,9 +59,11 @@ class PathAdam(PathNormalized):
         **options: Any,
     ) -> None:
         super().__init__(
-            torch.optim.AdamW, model, example_input,
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, p=p, **{"relative": True, **options},
+            torch.optim.AdamW, model, example_input, lr=0.08 if lr is None else lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, p=p, **{"relative": True, **options},
         )  # fmt: skip
+        if lr is None and self.relative:
+            self._lower_rate()
 
 
 class PathAdagrad(PathNormalized):

@@ -28,7 +28,8 @@ class PathMuon(PathNormalized):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: the angle of a step, in radians; of the other parameters, the step relative to their size.
+        lr: the angle of a step, in radians; of the other parameters, the step relative to their size. By
+            default 0.06; if there is no schedule, ``0.06 / sqrt(1 + steps / 20)``.
         momentum: momentum factor of what is orthogonalised.
         nesterov: Nesterov momentum.
         betas: decay rates of Adam's running averages.
@@ -54,7 +55,7 @@ class PathMuon(PathNormalized):
         self,
         model: nn.Module | Iterable[Any],
         example_input: Example | PathGraph | None = None,
-        lr: float | Tensor = 0.06,
+        lr: float | Tensor | None = None,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -65,9 +66,11 @@ class PathMuon(PathNormalized):
         **options: Any,
     ) -> None:
         super().__init__(
-            RelativeMuon, model, example_input, p=p, relative=True, lr=lr, momentum=momentum,
-            nesterov=nesterov, betas=betas, eps=eps, weight_decay=weight_decay, **options,
+            RelativeMuon, model, example_input, p=p, relative=True, lr=0.06 if lr is None else lr,
+            momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, weight_decay=weight_decay, **options,
         )  # fmt: skip
+        if lr is None:
+            self._lower_rate()
 
     def _share(self, base: Optimizer) -> None:
         super()._share(base)

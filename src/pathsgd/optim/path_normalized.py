@@ -26,6 +26,7 @@ from pathsgd.optim.fused import torch_rules
 from pathsgd.optim.fused.dispatch import Choice, Ready
 from pathsgd.optim.path_optimizer import PathOptimizer
 from pathsgd.optim.relative.coordinates import Coordinates
+from pathsgd.optim.relative.default_rate import DefaultRate
 from pathsgd.optim.relative.growth import KEY as GROWTH
 from pathsgd.optim.relative.spectral import KEY as SPECTRAL
 from pathsgd.optim.relative.steps import RelativeSteps
@@ -145,7 +146,12 @@ class PathNormalized(PathOptimizer):
         super().__init__(self.param_groups, base.defaults)
         self.base, self.p, self.max_relative_step = base, p, max_relative_step
         self._step_limit = StepLimit(self.gamma_cache)
+        self._default_rate: DefaultRate | None = None
         self._share(base)
+
+    def _lower_rate(self) -> None:
+        """Has the rate fall where there is no schedule."""
+        self._default_rate = DefaultRate(self.base.param_groups)
 
     def _split(self, params: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
         """The parameters with paths, in the form they came in, and those that fall back."""
@@ -203,6 +209,8 @@ class PathNormalized(PathOptimizer):
         if self.fallback is not None:
             self.fallback.load_state_dict({**state_dict, "param_groups": groups[count:]})
         self._share(self.base)
+        if self._default_rate is not None:
+            self._default_rate.resume(self.base.param_groups)
         self._restore_precision(state_dict, (GROWTH, SPECTRAL, UNIT_SCALES))
         for hook in after:
             hook(self)
@@ -210,7 +218,7 @@ class PathNormalized(PathOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "base", "fallback", "gamma_cache", "p", "max_relative_step", "implementation", "_step_limit",
-            "relative", "_relative",
+            "relative", "_relative", "_default_rate",
         )  # fmt: skip
         return {**{name: getattr(self, name) for name in kept}, "_dispatch": None}
 
@@ -230,12 +238,16 @@ class PathNormalized(PathOptimizer):
         """
         if closure is None:
             self._check_gradients_arrive()
+        if self._default_rate is not None:
+            self._default_rate.before_step(self.base.param_groups)
         if self.relative:
             loss = self._relative.step(self.base, closure, self._step_base)
         else:
             loss = self._step(closure)
         if self.fallback is not None:
             self.fallback.step()
+        if self._default_rate is not None:
+            self._default_rate.after_step(self.base.param_groups)
         return loss
 
     def _step_base(self, closure: Callable[[], Any] | None) -> Any:

@@ -1,0 +1,123 @@
+"""Without a rate and without a schedule the rate falls; with either it is the user's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pathsgd import PathAdam, PathMuon
+
+DEFAULTS = {PathMuon: 0.06, PathAdam: 0.08}
+
+
+@pytest.fixture(params=DEFAULTS, ids=lambda optimizer: optimizer.__name__)
+def make(request):
+    return request.param
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(model, optimizer, steps, scheduler=None):
+    """The rates of these steps."""
+    rates = []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 4, generator=generator)).square().sum().backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return rates
+
+
+def falling(make, first, last):
+    return [DEFAULTS[make] / math.sqrt(1 + k / 20) for k in range(first, last)]
+
+
+def test_it_falls_with_the_steps(make):
+    model = network()
+    assert train(model, make(model), 50) == falling(make, 0, 50)
+
+
+def test_a_rate_that_was_given_stays(make):
+    model = network()
+    assert train(model, make(model, lr=DEFAULTS[make]), 5) == 5 * [DEFAULTS[make]]
+
+
+def test_a_tensor_stays(make):
+    model = network()
+    optimizer = make(model, lr=torch.tensor(0.02))
+    train(model, optimizer, 3)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.02)
+
+
+def test_a_scheduler_starts_from_the_default(make):
+    model = network()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / 10)
+    found = train(model, optimizer, 5, scheduler)
+    assert found == pytest.approx([DEFAULTS[make] * (1 - k / 10) for k in range(5)])
+
+
+def test_a_rate_that_is_set_by_hand_stays(make):
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 4)
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert train(model, optimizer, 4) == 4 * [0.01]
+
+
+def test_a_group_that_is_added_falls_along(make):
+    model, other = network(), nn.Linear(2, 2)
+    optimizer = make(model)
+    train(model, optimizer, 4)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"]
+    assert train(model, optimizer, 3) == falling(make, 4, 7)
+    assert optimizer.param_groups[1]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def copies(model, optimizer):
+    return copy.deepcopy((model, optimizer))
+
+
+def pickled(model, optimizer):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def loaded(model, optimizer):
+    again = network()
+    again.load_state_dict(model.state_dict())
+    fresh = type(optimizer)(again)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares tensors
+    return again, fresh
+
+
+@pytest.mark.parametrize("resume", [copies, pickled, loaded])
+def test_resumed_it_goes_on(make, resume):
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 7)
+    again = resume(model, optimizer)
+    expected, found = train(model, optimizer, 7), train(*again, 7)
+    assert found == expected == falling(make, 7, 14)
+    for one, other in zip(model.parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_was_saved_under_a_schedule_is_not_lowered(make):
+    model = network()
+    optimizer = make(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    train(model, optimizer, 3)
+    again, fresh = loaded(model, optimizer)
+    assert train(again, fresh, 3) == 3 * [DEFAULTS[make]]
