@@ -187,8 +187,9 @@ def trained(name: str, folder: Path) -> nn.Module:
 def fine_tune(name: str, folder: Path, seed: int, make: Make | None, scratch: bool = False) -> list[float]:
     """Loss and error on the new task, then on the old one. Without ``make`` the network stays as it was."""
     task = TASKS[name]
+    start = trained(name, folder)  # before the seed is set: the first call trains
     torch.manual_seed(100 + seed)
-    model = task.build() if scratch else copy.deepcopy(trained(name, folder))
+    model = task.build() if scratch else copy.deepcopy(start)
     if task.fresh_head:
         head = model.head
         model.head = nn.Linear(head.in_features, head.out_features)
@@ -207,8 +208,8 @@ def main() -> None:
         raise SystemExit(f"{__doc__}\nTASK is one of {', '.join(map(repr, TASKS))}")
     folder, tasks = Path(sys.argv[1]), sys.argv[2:] or list(TASKS)
     lines = [
-        f"Held-out loss in nats and error in percent after {STEPS} steps of fine-tuning: on the new task, then",
-        "on the one the network was trained on before. Mean and standard deviation over three seeds, which",
+        f"Held-out loss in nats and error in percent after {STEPS} steps of fine-tuning: of the new task,",
+        "then of the one the network was trained on before. Mean and deviation over three seeds, which",
         "choose examples, order and head; the network before is the same. Not fine-tuned: as it was.",
         f"From scratch: from a random start, with the same examples. One thread, torch {torch.__version__}.",
         "task\tmethod\tlr\tnew loss\tnew error\told loss\told error",
