@@ -1,9 +1,10 @@
 """PathMuon and PathAdam at their defaults beside AdamW's best of four rates: eight small tasks on a CPU.
 
 Each from torch's initialisation and from the same function with units rescaled at random; one seed. About
-half an hour on one core. Writes results/optim/relative-small-tasks-cpu.txt.
+half an hour on one core. Writes results/optim/relative-small-tasks-cpu.txt; without a schedule, from torch's
+initialisation alone, results/optim/no-schedule-cpu.txt.
 
-    python benchmarks/small_tasks.py [TASK ...]
+    python benchmarks/small_tasks.py [--no-schedule] [TASK ...]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 import pathsgd
 
-OUT = Path(__file__).resolve().parent.parent / "results" / "optim" / "relative-small-tasks-cpu.txt"
+OUT = Path(__file__).resolve().parent.parent / "results" / "optim"
 STEPS, LENGTH, LETTERS, VALIDATION = 300, 32, 128, 400
 STARTS = ("as initialised", "rescaled")
 
@@ -141,6 +142,15 @@ METHODS: dict[tuple[str, str], Make] = {
     ),
     ("PathAdam", "default"): pathsgd.PathAdam,
 }
+WITHOUT_SCHEDULE: dict[tuple[str, str], Make] = {
+    **{key: make for key, make in METHODS.items() if key[0] in ("AdamW", "PathMuon", "PathAdam")},
+    **{
+        (optimizer.__name__, f"{lr:g}"): functools.partial(optimizer, lr=lr)
+        for optimizer, default in ((pathsgd.PathMuon, 0.06), (pathsgd.PathAdam, 0.08))
+        for lr in (default, default / 4)
+    },
+}
+"""A rate that is given stays as it is; the default falls."""
 
 
 def batches(task: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -165,8 +175,9 @@ def validation(task: str) -> tuple[Tensor, Tensor]:
     return letters[:-1].view(200, LENGTH), letters[1:]
 
 
-def train(task: str, make: Make, rescaled: bool) -> float:
-    """The validation loss after a warm-up of 5% and a cosine."""
+def train(task: str, make: Make, rescaled: bool, schedule: bool = True) -> float:
+    """The validation loss after a warm-up of 5% and a cosine; without a schedule the mean of five in the last
+    50 steps, since weights keep moving."""
     torch.manual_seed(0)
     model = TASKS[task]()
     example = validation(task)[0][:1]
@@ -174,37 +185,53 @@ def train(task: str, make: Make, rescaled: bool) -> float:
         pathsgd.unbalance(model, example, generator=torch.Generator().manual_seed(3))
     optimizer = make(model, example)
     warm = STEPS // 20
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min(1, (t + 1) / warm) * 0.5 * (1 + math.cos(math.pi * t / STEPS))
-    )
-    for x, y in batches(task):
+    scheduler = None
+    if schedule:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda t: min(1, (t + 1) / warm) * 0.5 * (1 + math.cos(math.pi * t / STEPS))
+        )
+    found = []
+    for k, (x, y) in enumerate(batches(task)):
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, -2), y).backward()
         optimizer.step()
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
+        left = STEPS - 1 - k
+        if left == 0 or (not schedule and left in (10, 20, 30, 40)):
+            found.append(validate(task, model))
+    return sum(found) / len(found)
+
+
+@torch.no_grad()
+def validate(task: str, model: nn.Module) -> float:
     model.eval()
-    with torch.no_grad():
-        x, y = validation(task)
-        return F.cross_entropy(model(x).flatten(0, -2), y).item()
+    x, y = validation(task)
+    loss = F.cross_entropy(model(x).flatten(0, -2), y).item()
+    model.train()
+    return loss
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    tasks = sys.argv[1:] or list(TASKS)
+    schedule = "--no-schedule" not in sys.argv
+    tasks = [name for name in sys.argv[1:] if name != "--no-schedule"] or list(TASKS)
     if unknown := set(tasks) - set(TASKS):
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(map(repr, TASKS))}")
     lines = [
-        f"Validation loss after {STEPS} steps, one seed, one thread of a CPU, torch {torch.__version__}.",
+        f"Validation loss after {STEPS} steps{'' if schedule else ' without a schedule'}, "
+        f"one seed, one thread of a CPU, torch {torch.__version__}.",
         "start\ttask\tmethod\tlr\tloss",
     ]
-    for start in STARTS:
+    for start in STARTS if schedule else STARTS[:1]:
         for task in tasks:
-            for (method, lr), make in METHODS.items():
-                loss = train(task, make, rescaled=start == "rescaled")
+            for (method, lr), make in (METHODS if schedule else WITHOUT_SCHEDULE).items():
+                loss = train(task, make, start == "rescaled", schedule)
                 lines.append(f"{start}\t{task}\t{method}\t{lr}\t{loss:.3f}")
                 print(lines[-1], flush=True)
     if len(tasks) == len(TASKS):
-        OUT.write_text("\n".join(lines) + "\n")
+        name = "relative-small-tasks-cpu.txt" if schedule else "no-schedule-cpu.txt"
+        (OUT / name).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class PathAdam(PathNormalized):
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
         lr: the step relative to what it moves. By default 0.08; if there is no schedule,
-            ``0.08 / sqrt(1 + steps / 20)``.
+            ``0.08 / sqrt(1 + steps / 10)``.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominator. Gradients are by u, so it means the same for every rescaling.
         weight_decay: decoupled decay.

@@ -40,7 +40,7 @@ def train(model, optimizer, steps, scheduler=None):
 
 
 def falling(make, first, last):
-    return [DEFAULTS[make] / math.sqrt(1 + k / 20) for k in range(first, last)]
+    return [DEFAULTS[make] / math.sqrt(1 + k / 10) for k in range(first, last)]
 
 
 def test_it_falls_with_the_steps(make):
@@ -74,6 +74,18 @@ def test_a_rate_that_is_set_by_hand_stays(make):
     train(model, optimizer, 4)
     optimizer.param_groups[0]["lr"] = 0.01
     assert train(model, optimizer, 4) == 4 * [0.01]
+
+
+def test_a_step_at_rate_zero_does_not_count(make):
+    """Checkpoints of torch.distributed take one before they load."""
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 4)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = rate
+    assert train(model, optimizer, 3) == falling(make, 4, 7)
 
 
 def test_a_group_that_is_added_falls_along(make):
