@@ -1,7 +1,7 @@
 """Rescaling-invariant training for PyTorch."""
 
 from pathsgd import functional
-from pathsgd.errors import PathError, RescaleError, TraceError
+from pathsgd.errors import DataDependentError, PathError, RescaleError, TraceError
 from pathsgd.geometry.balance import balance
 from pathsgd.geometry.equivalence import Equivalence, rescaling_equivalent
 from pathsgd.geometry.gamma import Gamma, Gammas, gammas
@@ -29,5 +29,5 @@ __all__ = [  # noqa: RUF022
     # training
     "PathSGD", "PathNormalized", "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
     # errors
-    "PathError", "TraceError", "RescaleError",
+    "PathError", "TraceError", "DataDependentError", "RescaleError",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
 
@@ -83,6 +84,11 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a kernel of ours may read a tensor: nothing traces, transforms or differentiates its use."""
     derived = torch.is_grad_enabled() and tensor.requires_grad
     return not derived and not is_compiling() and not is_transformed(tensor)
+
+
+def is_about_values(error: Exception) -> bool:
+    """Whether a size or a branch under export depends on values."""
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def is_vmapped(tensor: Tensor) -> bool:

@@ -25,6 +25,20 @@ class TraceError(PathError):
     """
 
 
+class DataDependentError(TraceError):
+    """What a model computes depends on values in a way that torch.export cannot follow.
+
+    Example:
+        >>> import pathsgd, torch
+        >>> class Branches(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if x.sum() > 0 else x
+        >>> pathsgd.trace(Branches(2, 2), torch.ones(1, 2))
+        Traceback (most recent call last):
+        pathsgd.errors.DataDependentError: tracing failed in Branches: ...
+    """
+
+
 class RescaleError(PathError):
     """A rescaling names a unit that does not exist or cannot be rescaled.
 

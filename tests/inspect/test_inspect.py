@@ -350,7 +350,7 @@ def test_beyond_floats_dead_paths_and_no_paths(folder, capsys):
         (["user_models:mlp", "--input-shape", "1,5"], ["tracing failed", "--input-shape [(1, 5)]"]),
         (["user_models:embedding", "--input-shape", "1,5"], ["indices", "--input-dtype int64"]),
         (["user_models:conv"], ["--input-shape can be left out only for"]),
-        (["user_models:Branches", "--input-shape", "1,4"], ["control flow depends on values"]),
+        (["user_models:Branches", "--input-shape", "1,4"], ["control flow or its sizes depend on values"]),
         (["user_models:mlp", "--input-shape", "1,4", "--input-dtype", "nn"], ["Invalid --input-dtype: 'nn'"]),
         (["user_models:mlp", "--input-dtype", "int64"], ["1 --input-dtype for 0"]),
         (["user_models:mlp", "--batch-dim", "x"], ["Invalid --batch-dim"]),

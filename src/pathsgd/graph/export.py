@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from pathsgd._torch import export_in_this_thread_only, operator_schema, tree_leaves, tree_map, without_cudnn
-from pathsgd.errors import TraceError
+from pathsgd.errors import DataDependentError, TraceError
 from pathsgd.graph.rules import RULES
 
 
@@ -345,14 +345,17 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
     shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     message = str(error).strip().splitlines() or [type(error).__name__]
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        advice = (
-            "its control flow depends on values, which torch.export cannot follow; rewrite it with "
-            "torch.where or trace the part of the model that does not need it"
-        )
-    else:
-        advice = f"check that example_input {shapes} is what the model's forward takes"
-        if kwargs and not args:
-            advice += (
-                "; a dict is taken as keyword inputs: for a model that takes one dict, pass (that dict,)"
-            )
+        return explain_values(where, message[0])
+    advice = f"check that example_input {shapes} is what the model's forward takes"
+    if kwargs and not args:
+        advice += "; a dict is taken as keyword inputs: for a model that takes one dict, pass (that dict,)"
     return TraceError(f"tracing failed in {where}: {message[0]} ({advice})")
+
+
+def explain_values(where: str, message: str) -> DataDependentError:
+    """The error where control flow or sizes depend on values."""
+    return DataDependentError(
+        f"tracing failed in {where}: {message} (its control flow or its sizes depend on values, which "
+        "torch.export cannot follow: as in indexing by a mask, int(x.max()), or distributions, which need "
+        "validate_args=False)"
+    )

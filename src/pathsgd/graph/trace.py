@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
+from pathsgd._torch import is_about_values
 from pathsgd.errors import TraceError
-from pathsgd.graph.export import export_at_batch_one
+from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
 from pathsgd.graph.sharded import is_sharded, whole_parameters
@@ -57,6 +59,7 @@ def trace(
     Raises:
         TraceError: the model cannot be exported with this example, or has parameters for which paths are not
             defined; the message says what to do.
+        DataDependentError: its control flow or its sizes depend on values.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
@@ -72,10 +75,20 @@ def trace(
     with whole_parameters(model):
         args, kwargs = _as_inputs(model, example_input)
         program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-        graph = lower(model, program, notes)
+        graph = _lower(model, program, notes)
     graph.folded  # noqa: B018  found here, so that a compiled step finds it
     remember_model(graph, model)
     return graph
+
+
+def _lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
+    try:
+        return lower(model, program, notes)
+    except Exception as error:
+        if not is_about_values(error):
+            raise
+        explained = explain_values(type(model).__name__, str(error).splitlines()[0])
+    raise explained
 
 
 def _check_parameters(model: nn.Module) -> None:

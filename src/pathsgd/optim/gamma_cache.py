@@ -49,14 +49,14 @@ class GammaCache:
         batch_dim: int | None = 0,
         refresh_every: int = 1,
         shared: Shared = "kappa1",
-        warn: bool = True,
+        needs_paths: bool = True,
     ) -> None:
         if refresh_every < 1:
             raise ValueError(f"Invalid refresh_every value: {refresh_every}")
         self.model = unwrap(model)
         self.sharded = any(map(is_sharded, self.model.parameters()))
         self.replicas = Replicas(model, self.model)
-        self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, warn)
+        self.lazy_graph = LazyGraph(self.model, example_input, batch_dim, needs_paths)
         self.refresh_every = refresh_every
         self.gamma_measurement = GammaMeasurement(shared)
         self.known = KnownParameters(self.model)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pathsgd._torch import tree_map
-from pathsgd.errors import PathError
+from pathsgd.errors import DataDependentError, PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.small_share import explain_small_share
 from pathsgd.graph.trace import Example, Inputs, trace
+from pathsgd.graph.untraced import describe_untraced
 from pathsgd.optim.weak_hook import WeakHook
 
 
@@ -27,11 +28,11 @@ class LazyGraph:
         model: nn.Module,
         example_input: Example | PathGraph | None,
         batch_dim: int | None,
-        warn: bool = True,
+        needs_paths: bool = True,
     ) -> None:
         self.model = model
         self.batch_dim = batch_dim
-        self.warn = warn
+        self.needs_paths = needs_paths
         self.graph: PathGraph | None = None
         self._first_batch: Any = None
         self._handle: RemovableHandle | None = None
@@ -58,8 +59,17 @@ class LazyGraph:
         return self.graph
 
     def _trace(self, example_input: Example | PathGraph | None) -> PathGraph:
-        self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
-        message = explain_small_share(self.graph) if self.warn else None
+        """Without paths plain steps are those of the base optimizer; relative steps are still relative."""
+        message = None
+        try:
+            self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
+            if self.needs_paths:
+                message = explain_small_share(self.graph)
+        except DataDependentError as error:
+            if self.needs_paths:
+                raise
+            self.graph = describe_untraced(self.model, str(error))
+            message = f"no parameter is path-normalised, so steps depend on how units are scaled: {error}"
         if message is not None:
             warnings.warn(message, stacklevel=depth_of_caller())
         return self.graph

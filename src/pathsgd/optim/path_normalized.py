@@ -120,7 +120,7 @@ class PathNormalized(PathOptimizer):
         check_limit(max_relative_step)
         if relative and max_relative_step is not None:
             raise ValueError("max_relative_step is for plain steps: relative ones are limited by lr already")
-        self._warns_of_small_share = not relative
+        self._needs_paths = not relative
         params = self._connect(
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,

@@ -29,8 +29,8 @@ class PathOptimizer(Optimizer):
     _dispatch: Dispatch | None
     relative: bool
     _relative: RelativeSteps
-    _warns_of_small_share = True
-    """Whether what falls back is trained worse, so that the user is to know if that is most of the model."""
+    _needs_paths = True
+    """Whether what falls back is trained worse: no paths are an error then, and few a warning."""
 
     def _connect(
         self,
@@ -60,12 +60,12 @@ class PathOptimizer(Optimizer):
             if traced is None:
                 raise TypeError(
                     "parameters alone do not say what their paths are, and without paths this would silently "
-                    "be SGD: pass the model itself, PathSGD(model, example_input, lr=...), or the parameters "
-                    "with graph=pathsgd.trace(model, example_input)"
+                    f"be SGD: pass the model itself, {type(self).__name__}(model, example_input), or the "
+                    "parameters with graph=pathsgd.trace(model, example_input)"
                 )
             model, example_input = traced, graph
         self.gamma_cache = GammaCache(
-            model, example_input, batch_dim, refresh_every, shared, self._warns_of_small_share
+            model, example_input, batch_dim, refresh_every, shared, self._needs_paths
         )
         return list(self.gamma_cache.model.parameters()) if params is None else params
 

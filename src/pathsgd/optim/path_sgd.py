@@ -140,7 +140,7 @@ class PathSGD(PathOptimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         if relative and (max_relative_step is not None or fallback_lr is not None or differentiable):
             raise ValueError("relative steps take no max_relative_step, fallback_lr or differentiable")
-        self._warns_of_small_share = not relative
+        self._needs_paths = not relative
         params = self._connect(
             model, example_input, p=p, graph=graph, batch_dim=batch_dim, refresh_every=refresh_every,
             shared=shared, implementation=implementation,

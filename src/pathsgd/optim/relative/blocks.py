@@ -165,7 +165,7 @@ def _info(graph: PathGraph, part: Part) -> ParameterInfo:
 def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: bool) -> Block:
     shape = tuple(info.shape)
     wide = sum(n > 1 for n in shape) >= 2
-    weighted = part is not None and isinstance(part.operation, (Linear, Conv))
+    weighted = "weight" in info.roles if part is None else isinstance(part.operation, (Linear, Conv))
     operation = None if part is None else part.operation
     depthwise = isinstance(operation, Conv) and operation.groups > 1 and operation.groups == shape[0]
     end = output or "embedding" in info.roles
