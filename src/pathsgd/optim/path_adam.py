@@ -26,8 +26,8 @@ class PathAdam(PathNormalized):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: the step relative to what it moves. By default 0.08; if there is no schedule,
-            ``0.08 / sqrt(1 + steps / 10)``.
+        lr: the step relative to what it moves. By default 0.08; if there is no schedule, it falls after
+            100 steps.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominator. Gradients are by u, so it means the same for every rescaling.
         weight_decay: decoupled decay.

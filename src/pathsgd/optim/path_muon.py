@@ -29,7 +29,7 @@ class PathMuon(PathNormalized):
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
         lr: the angle of a step, in radians; of the other parameters, the step relative to their size. By
-            default 0.06; if there is no schedule, ``0.06 / sqrt(1 + steps / 10)``.
+            default 0.06; if there is no schedule, it falls after 100 steps.
         momentum: momentum factor of what is orthogonalised.
         nesterov: Nesterov momentum.
         betas: decay rates of Adam's running averages.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pathsgd import PathAdam, PathMuon
+from pathsgd.optim.relative.captured_step import CapturedStep
 
 DEFAULTS = {PathMuon: 0.06, PathAdam: 0.08}
 
@@ -40,12 +41,13 @@ def train(model, optimizer, steps, scheduler=None):
 
 
 def falling(make, first, last):
-    return [DEFAULTS[make] / math.sqrt(1 + k / 10) for k in range(first, last)]
+    return [DEFAULTS[make] / math.sqrt(1 + max(0, k - 100) / 5) for k in range(first, last)]
 
 
 def test_it_falls_with_the_steps(make):
     model = network()
-    assert train(model, make(model), 50) == falling(make, 0, 50)
+    assert train(model, make(model), 120) == falling(make, 0, 120)
+    assert falling(make, 119, 120)[0] < DEFAULTS[make] / 2
 
 
 def test_a_rate_that_was_given_stays(make):
@@ -80,22 +82,21 @@ def test_a_step_at_rate_zero_does_not_count(make):
     """Checkpoints of torch.distributed take one before they load."""
     model = network()
     optimizer = make(model)
-    train(model, optimizer, 4)
+    train(model, optimizer, 104)
     rate = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, 1)
     optimizer.param_groups[0]["lr"] = rate
-    assert train(model, optimizer, 3) == falling(make, 4, 7)
+    assert train(model, optimizer, 3) == falling(make, 104, 107)
 
 
-def test_a_group_that_is_added_falls_along(make):
+def test_a_group_that_is_added_begins_anew(make):
     model, other = network(), nn.Linear(2, 2)
     optimizer = make(model)
     train(model, optimizer, 4)
     optimizer.add_param_group({"params": list(other.parameters())})
-    optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"]
-    assert train(model, optimizer, 3) == falling(make, 4, 7)
-    assert optimizer.param_groups[1]["lr"] == optimizer.param_groups[0]["lr"]
+    assert train(model, optimizer, 100) == falling(make, 4, 104)
+    assert [group["lr"] for group in optimizer.param_groups] == [falling(make, 104, 105)[0], DEFAULTS[make]]
 
 
 def copies(model, optimizer):
@@ -115,13 +116,14 @@ def loaded(model, optimizer):
 
 
 @pytest.mark.parametrize("resume", [copies, pickled, loaded])
-def test_resumed_it_goes_on(make, resume):
+@pytest.mark.parametrize("after", [97, 105])
+def test_resumed_it_goes_on(make, resume, after):
     model = network()
     optimizer = make(model)
-    train(model, optimizer, 7)
+    train(model, optimizer, after)
     again = resume(model, optimizer)
     expected, found = train(model, optimizer, 7), train(*again, 7)
-    assert found == expected == falling(make, 7, 14)
+    assert found == expected == falling(make, after, after + 7)
     for one, other in zip(model.parameters(), again[0].parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -133,3 +135,18 @@ def test_what_was_saved_under_a_schedule_is_not_lowered(make):
     train(model, optimizer, 3)
     again, fresh = loaded(model, optimizer)
     assert train(again, fresh, 3) == 3 * [DEFAULTS[make]]
+
+
+def test_a_captured_step_still_fits(make):
+    """On a GPU a step is captured once, not for every rate."""
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 101)
+    parameters = list(model.parameters())
+    captured = CapturedStep(optimizer.base, parameters, None, None, lambda: None)
+    captured.captured_at = captured._describe(parameters)
+    before = optimizer.param_groups[0]["lr"]
+    optimizer._default_rate.before_step(optimizer.param_groups)
+    optimizer._default_rate.after_step(optimizer.param_groups)
+    assert optimizer.param_groups[0]["lr"] < before
+    assert captured.fits(parameters)

@@ -64,7 +64,7 @@ def test_scales_stay(activation, monkeypatch):
     def drift():
         model, (x, _) = build(activation, torch.float32), batch(0, torch.float32)
         before = log_ratios(model)
-        train(model, PathMuon(model, x[:1]), 400)
+        train(model, PathMuon(model, x[:1], lr=0.06), 400)
         live = (model[:2](x) > 0).any(0)
         assert live.sum() > 8
         return (log_ratios(model) - before)[live].std()

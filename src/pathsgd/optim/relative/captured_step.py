@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from pathsgd._torch import foreach, has_step_hooks
 from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.optim.relative.coordinates import RelativeMeasurement
+from pathsgd.optim.relative.default_rate import KEY as RATE_STEPS
 
 
 class CapturedStep:
@@ -122,7 +123,8 @@ class CapturedStep:
             found += [
                 (name, value.data_ptr() if isinstance(value, Tensor) else value)
                 for name, value in group.items()
-                if name not in ("params", "initial_lr") and (name != "lr" or isinstance(value, Tensor))
+                if name not in ("params", "initial_lr", RATE_STEPS)
+                and (name != "lr" or isinstance(value, Tensor))
             ]
         return found
 

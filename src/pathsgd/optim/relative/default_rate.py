@@ -13,21 +13,26 @@ from typing import Any
 
 import torch
 
-STEPS = 10
-"""After so many, the rate begins to fall."""
+KEY = "steps_without_schedule"
+"""In the groups, so that it is saved with them."""
+HOLD = 100
+"""Steps at the full rate: short runs need it."""
+SCALE = 5
+"""Steps after that in which the square of the rate is halved."""
 
 Groups = Sequence[dict[str, Any]]
 
 
 class DefaultRate:
-    """Lowers the rates of these groups as ``1 / sqrt(1 + steps / STEPS)``, until something else sets one or a
-    scheduler takes over."""
+    """Lowers the rates of these groups as the square root of the number of steps, until something else sets
+    one or a scheduler takes over."""
 
     def __init__(self, groups: Groups) -> None:
         self.first: list[float] = [group["lr"] for group in groups]
-        self.steps = 0
         self.is_ours = True
         self._counts = False
+        for group in groups:
+            group[KEY] = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every rate
     def before_step(self, groups: Groups) -> None:
@@ -36,25 +41,24 @@ class DefaultRate:
         # A step at rate 0 changes nothing: torch's checkpoints take one to make the state.
         self._counts = any(isinstance(rate, torch.Tensor) or rate != 0 for rate in rates)
         if self._counts:
-            self.is_ours &= rates == self._find(len(groups)) and not _has_scheduler(groups)
+            self.is_ours &= rates == self._find(groups) and not _has_scheduler(groups)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_step(self, groups: Groups) -> None:
         if self.is_ours and self._counts:
-            self.steps += 1
-            for group, rate in zip(groups, self._find(len(groups)), strict=True):
+            for group in groups:
+                group[KEY] = group.get(KEY, 0) + 1
+            for group, rate in zip(groups, self._find(groups), strict=True):
                 group["lr"] = rate
 
     def resume(self, groups: Groups) -> None:
-        """The rates were loaded: how many steps had been taken shows in them."""
-        rate = groups[0]["lr"]
-        self.is_ours = isinstance(rate, float) and 0 < rate <= self.first[0] and not _has_scheduler(groups)
-        if self.is_ours:
-            self.steps = round(STEPS * ((self.first[0] / rate) ** 2 - 1))
+        """The groups were loaded."""
+        self.is_ours = not _has_scheduler(groups)
 
-    def _find(self, count: int) -> list[float]:
-        first = self.first + self.first[:1] * (count - len(self.first))  # groups that were added
-        return [rate / math.sqrt(1 + self.steps / STEPS) for rate in first]
+    def _find(self, groups: Groups) -> list[float]:
+        first = self.first + self.first[:1] * (len(groups) - len(self.first))  # groups that were added
+        falling = [max(0, group.get(KEY, 0) - HOLD) for group in groups]
+        return [rate / math.sqrt(1 + steps / SCALE) for rate, steps in zip(first, falling, strict=True)]
 
 
 def _has_scheduler(groups: Groups) -> bool:
