@@ -118,7 +118,7 @@ def default_rate(method: str) -> float:
         return float(options["lr"])
     maker: Any = METHODS[name]
     if name in RELATIVE:
-        maker = getattr(pathsgd, maker.name)
+        return float(getattr(pathsgd, maker.name).default_lr)
     return float(inspect.signature(maker).parameters["lr"].default)
 
 

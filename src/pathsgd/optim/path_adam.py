@@ -46,6 +46,8 @@ class PathAdam(PathNormalized):
         >>> optimizer.step()
     """
 
+    default_lr = 0.08
+
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
@@ -59,8 +61,8 @@ class PathAdam(PathNormalized):
         **options: Any,
     ) -> None:
         super().__init__(
-            torch.optim.AdamW, model, example_input, lr=0.08 if lr is None else lr, betas=betas, eps=eps,
-            weight_decay=weight_decay, p=p, **{"relative": True, **options},
+            torch.optim.AdamW, model, example_input, lr=self.default_lr if lr is None else lr, betas=betas,
+            eps=eps, weight_decay=weight_decay, p=p, **{"relative": True, **options},
         )  # fmt: skip
         if lr is None and self.relative:
             self._lower_rate()

@@ -51,6 +51,8 @@ class PathMuon(PathNormalized):
         >>> optimizer.step()
     """
 
+    default_lr = 0.06
+
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
@@ -66,7 +68,7 @@ class PathMuon(PathNormalized):
         **options: Any,
     ) -> None:
         super().__init__(
-            RelativeMuon, model, example_input, p=p, relative=True, lr=0.06 if lr is None else lr,
+            RelativeMuon, model, example_input, p=p, relative=True, lr=self.default_lr if lr is None else lr,
             momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, weight_decay=weight_decay, **options,
         )  # fmt: skip
         if lr is None:

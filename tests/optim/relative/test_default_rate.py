@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from pathsgd import PathAdam, PathMuon
+from pathsgd.optim.relative import default_rate
 from pathsgd.optim.relative.captured_step import CapturedStep
 
-DEFAULTS = {PathMuon: 0.06, PathAdam: 0.08}
+DEFAULTS = {PathMuon: PathMuon.default_lr, PathAdam: PathAdam.default_lr}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """The rate falls after 10 steps."""
+    monkeypatch.setattr(default_rate, "HOLD", 10)
 
 
 @pytest.fixture(params=DEFAULTS, ids=lambda optimizer: optimizer.__name__)
@@ -41,13 +48,13 @@ def train(model, optimizer, steps, scheduler=None):
 
 
 def falling(make, first, last):
-    return [DEFAULTS[make] / math.sqrt(1 + max(0, k - 100) / 5) for k in range(first, last)]
+    return [DEFAULTS[make] / math.sqrt(1 + max(0, k - 10) / 5) for k in range(first, last)]
 
 
 def test_it_falls_with_the_steps(make):
     model = network()
-    assert train(model, make(model), 120) == falling(make, 0, 120)
-    assert falling(make, 119, 120)[0] < DEFAULTS[make] / 2
+    assert train(model, make(model), 40) == falling(make, 0, 40)
+    assert falling(make, 39, 40)[0] < DEFAULTS[make] / 2
 
 
 def test_a_rate_that_was_given_stays(make):
@@ -82,12 +89,12 @@ def test_a_step_at_rate_zero_does_not_count(make):
     """Checkpoints of torch.distributed take one before they load."""
     model = network()
     optimizer = make(model)
-    train(model, optimizer, 104)
+    train(model, optimizer, 14)
     rate = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, 1)
     optimizer.param_groups[0]["lr"] = rate
-    assert train(model, optimizer, 3) == falling(make, 104, 107)
+    assert train(model, optimizer, 3) == falling(make, 14, 17)
 
 
 def test_a_group_that_is_added_begins_anew(make):
@@ -95,8 +102,8 @@ def test_a_group_that_is_added_begins_anew(make):
     optimizer = make(model)
     train(model, optimizer, 4)
     optimizer.add_param_group({"params": list(other.parameters())})
-    assert train(model, optimizer, 100) == falling(make, 4, 104)
-    assert [group["lr"] for group in optimizer.param_groups] == [falling(make, 104, 105)[0], DEFAULTS[make]]
+    assert train(model, optimizer, 10) == falling(make, 4, 14)
+    assert [group["lr"] for group in optimizer.param_groups] == [falling(make, 14, 15)[0], DEFAULTS[make]]
 
 
 def copies(model, optimizer):
@@ -116,7 +123,7 @@ def loaded(model, optimizer):
 
 
 @pytest.mark.parametrize("resume", [copies, pickled, loaded])
-@pytest.mark.parametrize("after", [97, 105])
+@pytest.mark.parametrize("after", [7, 15])
 def test_resumed_it_goes_on(make, resume, after):
     model = network()
     optimizer = make(model)
@@ -141,7 +148,7 @@ def test_a_captured_step_still_fits(make):
     """On a GPU a step is captured once, not for every rate."""
     model = network()
     optimizer = make(model)
-    train(model, optimizer, 101)
+    train(model, optimizer, 11)
     parameters = list(model.parameters())
     captured = CapturedStep(optimizer.base, parameters, None, None, lambda: None)
     captured.captured_at = captured._describe(parameters)
