@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
-from pathsgd.optim.relative import steps
+from pathsgd.optim.relative import captured_step, default_rate, steps
 from support.events import CAPTURES, nothing
 from support.networks import Mlp, Recurrent, SmallResNet, Transformer, build
 
@@ -38,7 +38,16 @@ def train(model, x, optimizer, count, event=nothing):
         schedule.step()
 
 
-def both_ways(monkeypatch, kind, name, event=nothing, count=24):
+def without_schedule(model, x, optimizer, count, event=nothing):
+    for _ in range(count):
+        optimizer.zero_grad()
+        outputs = model(x)
+        F.cross_entropy(outputs.flatten(1), torch.arange(len(outputs), device="cuda")).backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] < optimizer.default_lr / 2
+
+
+def both_ways(monkeypatch, kind, name, event=nothing, count=24, train=train):
     """The weights after training by captured steps and by others, and how many were captured."""
     ends = []
     for captured in (True, False):
@@ -74,6 +83,19 @@ def test_a_captured_step_follows_what_changes(monkeypatch, name, event):
     found, expected, captured = both_ways(monkeypatch, SmallResNet, name, event)
     assert captured
     assert gap(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
+def test_the_default_rate_falls_from_replay_to_replay(monkeypatch, name):
+    """And what is captured once is replayed: nothing is captured again for a new rate."""
+    monkeypatch.setattr(default_rate, "HOLD", 4)
+    captures = []
+    capture = captured_step.capture
+    monkeypatch.setattr(captured_step, "capture", lambda step: captures.append(step) or capture(step))
+    found, expected, captured = both_ways(monkeypatch, SmallResNet, name, train=without_schedule)
+    assert captured
+    assert len(captures) == 1
+    assert gap(found, expected) <= 1e-4  # rates are rounded to fp32 on the device
 
 
 def test_writes_are_counted():

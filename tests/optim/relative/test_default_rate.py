@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -157,3 +158,17 @@ def test_a_captured_step_still_fits(make):
     optimizer._default_rate.after_step(optimizer.param_groups)
     assert optimizer.param_groups[0]["lr"] < before
     assert captured.fits(parameters)
+
+
+def test_a_capture_warns_that_the_rate_stays(monkeypatch, make):
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    monkeypatch.setattr(default_rate, "is_capturing", lambda: True)
+    with pytest.warns(UserWarning, match="replays do not lower it") as warned:
+        train(model, optimizer, 1)
+    assert warned[0].filename == __file__
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 1)

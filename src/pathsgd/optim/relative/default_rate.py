@@ -8,10 +8,13 @@ rate falls with the number of steps, which need not be known before.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from pathsgd._torch import is_capturing
 
 KEY = "steps_without_schedule"
 """In the groups, so that it is saved with them."""
@@ -38,10 +41,20 @@ class DefaultRate:
     def before_step(self, groups: Groups) -> None:
         """Looks whether the rates are still as they were left."""
         rates = [group["lr"] for group in groups]
+        if any(isinstance(rate, torch.Tensor) for rate in rates):  # to compare it would wait for the GPU
+            self.is_ours = False
+        if not self.is_ours:
+            return
         # A step at rate 0 changes nothing: torch's checkpoints take one to make the state.
-        self._counts = any(isinstance(rate, torch.Tensor) or rate != 0 for rate in rates)
+        self._counts = any(rate != 0 for rate in rates)
         if self._counts:
-            self.is_ours &= rates == self._find(groups) and not _has_scheduler(groups)
+            self.is_ours = rates == self._find(groups) and not _has_scheduler(groups)
+        if self.is_ours and is_capturing():
+            warnings.warn(
+                "a step at the default rate is captured in a CUDA graph, whose replays do not lower it: "
+                "set group['lr'] to a tensor on the GPU, and lower that",
+                stacklevel=5,
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_step(self, groups: Groups) -> None:
