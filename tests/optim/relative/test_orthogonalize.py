@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pathsgd.optim.relative.muon import iterate, make_diagonal, orthogonalize
+from pathsgd.optim.relative import muon
+from pathsgd.optim.relative.muon import iterate, iterate_gram, make_diagonal, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 5), (1, 64, 64)])
@@ -58,6 +59,27 @@ def test_the_result_can_go_where_the_matrices_were():
     expected = iterate(x, make_diagonal(x))
     assert iterate(x, make_diagonal(x), out=x) is x
     assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("rank", [64, 20])
+def test_by_gram_matrices_it_is_the_same(rank):
+    """In fp32 up to what squaring small singular values rounds; on a GPU fp16 rounds by 1e-3."""
+    x = torch.randn(2, 160, rank, dtype=torch.float64) @ torch.randn(2, rank, 64, dtype=torch.float64)
+    x /= x.norm(dim=(1, 2), keepdim=True)
+    expected = iterate(x, make_diagonal(x))
+    torch.testing.assert_close(iterate_gram(x, make_diagonal(x)), expected, rtol=0, atol=1e-10)
+    x = x.float()
+    assert (iterate_gram(x, make_diagonal(x)) - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 200, 64), (1, 80, 300)])
+def test_long_matrices_take_gram_matrices(monkeypatch, shape):
+    matrices = torch.randn(shape, dtype=torch.float64)
+    found = orthogonalize(matrices, torch.float64)
+    monkeypatch.setattr(muon, "LONG", 1000)
+    expected = orthogonalize(matrices, torch.float64)
+    assert not torch.equal(found, expected)  # the order of the sums is another one
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_half_precision_rounds_no_coefficient():

@@ -125,10 +125,13 @@ class RelativeMeasurement:
             self._scales[key] = UnitScales(self.graph, set(names), device)
         return self._scales[key]
 
-    def find_ratios(self, rescaling: Rescaling, names: Sequence[str]) -> list[Tensor | None]:
-        """What a rescaling multiplies these parameters by; None if by nothing."""
+    def rescale(self, rescaling: Rescaling, names: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
+        """These parameters, rescaled."""
         _, edges = self._place(rescaling.into.device)
-        return [rescaling.of(edges[name]) if name in edges else None for name in names]
+        return [
+            rescaling.apply(w, edges[name]) if name in edges else w
+            for name, w in zip(names, weights, strict=True)
+        ]
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return end_at_statistics(graph)
@@ -173,21 +176,26 @@ class RelativeMeasurement:
         norms = norms if shift is None else exact_ldexp(norms, shift)
         size, turns, catch_up = self._place(norms.device)[0].measure(norms, factors)
         size = size if shift is None else exact_ldexp(size, -shift)
-        to_u, from_u = {}, {}
-        for name, w in weights.items():
-            to_u[name] = scales[name].scale.clone() if name in scales else torch.ones_like(w)
-            from_u[name] = scales[name].inverse.clone() if name in scales else torch.ones_like(w)
-        for block, s, inverse in zip(
-            self.blocks, size.to(dtype).unbind(), (1 / size).to(dtype).unbind(), strict=True
-        ):
-            block.of(to_u[block.name]).mul_(inverse)
-            block.of(from_u[block.name]).mul_(s)
+        one = {name: w.new_ones(()).expand(w.shape) for name, w in weights.items() if name not in scales}
+        to_u = self._multiply({**one, **{n: own.scale for n, own in scales.items()}}, (1 / size).to(dtype))
+        from_u = self._multiply({**one, **{n: own.inverse for n, own in scales.items()}}, size.to(dtype))
         for name, scale in scales.items():
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
                 from_u[name] = exact_ldexp(from_u[name], -scale.exponent)
         units = None if factors is None else read_units(factors)
         return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents, units)
+
+    def _multiply(self, tensors: Tensors, values: Tensor) -> dict[str, Tensor]:
+        """New tensors, in which every block is multiplied by its value."""
+        left = iter(values.unbind())
+        found = {}
+        for name in self.names:
+            own = self.by_name[name]
+            found[name] = tensors[name] * next(left) if len(own) == 1 else tensors[name].clone()
+            for block in own if len(own) > 1 else ():
+                block.of(found[name]).mul_(next(left))
+        return found
 
     def _keep_in_range(self, scales: dict[str, _Scale]) -> dict[str, _Scale]:
         """A deep network's z leave the range of floats: they are kept in units of the largest."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd.geometry.precision import full_precision
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.spectral import FIRST, KEY, follow, make_vectors
+from pathsgd.optim.relative.spectral import FIRST, KEY, follow_all, make_vectors
 
 
 def find_norms_over_ranks(
@@ -44,17 +44,16 @@ def find_norms_over_ranks(
         state = optimizer.state[parameter]
         rounds += [FIRST if make_vectors(state, widths, parts[0]) else 1] * count
         vectors += state[KEY].split(widths)
-    norms = list(parts[0].new_zeros(len(blocks)).unbind())
+    norms = parts[0].new_zeros(0)
     for finished in range(max(rounds)):
-        going = [k for k, n in enumerate(rounds) if n > finished]
-        own = [blocks[k] for k in going]
+        # Those with more rounds have them first: all take the last one.
+        going = [k for k, n in enumerate(rounds) if n >= max(rounds) - finished]
+        own, vectors_of = [blocks[k] for k in going], [vectors[k] for k in going]
         with full_precision(parts[0].device):
-            ys = _multiply(own, [parts[k] for k in going], [vectors[k] for k in going], transposed=False)
+            ys = _multiply(own, [parts[k] for k in going], vectors_of, transposed=False)
             backs = _multiply(own, [parts[k] for k in going], ys, transposed=True)
-        for k, y, back in zip(going, ys, backs, strict=True):
-            norms[k], following = follow(y, back, vectors[k])
-            vectors[k].copy_(following)
-    return torch.stack(norms)
+        norms = follow_all(ys, backs, vectors_of)
+    return norms
 
 
 def _multiply(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from pathsgd._torch import foreach
 from pathsgd.geometry.precision import full_precision
 
 KEY = "spectral"
@@ -34,17 +35,22 @@ def find_spectral_norms(
         matrices: the steps of the blocks of these parameters.
     """
     left = iter(matrices)
-    norms: list[Tensor] = []
+    vectors: list[Tensor] = []
+    new: list[int] = []
+    norms = matrices[0].new_zeros(0)
     for parameter, count in zip(parameters, counts, strict=True):
         own, state = [next(left) for _ in range(count)], optimizer.state[parameter]
         widths = [matrix.shape[1] for matrix in own]
-        rounds = FIRST if make_vectors(state, widths, own[0]) else 1
-        for matrix, x in zip(own, state[KEY].split(widths), strict=True):
-            for _ in range(rounds):
-                norm, new = iterate(matrix, x)
-                x.copy_(new)  # in place, so that a CUDA graph finds it where it was
-            norms.append(norm)
-    return torch.stack(norms)
+        if make_vectors(state, widths, own[0]):
+            new += range(len(vectors), len(vectors) + count)
+        vectors += state[KEY].split(widths)
+    for places in [new] * (FIRST - 1 if new else 0) + [range(len(vectors))]:
+        own = [vectors[k] for k in places]
+        with full_precision(own[0].device):
+            y = [matrices[k] @ x for k, x in zip(places, own, strict=True)]
+            back = [matrices[k].mT @ each for k, each in zip(places, y, strict=True)]
+        norms = follow_all(y, back, own)
+    return norms
 
 
 def make_vectors(state: dict[str, Tensor], widths: Sequence[int], like: Tensor) -> bool:
@@ -57,17 +63,29 @@ def make_vectors(state: dict[str, Tensor], widths: Sequence[int], like: Tensor) 
 
 
 def iterate(matrices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(norms, next vectors) of a matrix, or of a batch of them, by one iteration."""
+    """(norms, next vectors) of a batch of matrices, by one iteration."""
     with full_precision(x.device):
         y = matrices @ x.unsqueeze(-1)
         back = (matrices.mT @ y).squeeze(-1)
-    return follow(y.squeeze(-1), back, x)
+    before, after = (torch.linalg.vector_norm(each, dim=-1) for each in (y.squeeze(-1), back))
+    norms, live = _divide(before, after)
+    return norms, torch.where(live[:, None], back / after[:, None], x)
 
 
-def follow(y: Tensor, back: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from y = A x and A^T y; a matrix of zeros keeps its vector."""
-    before, after = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (y, back))
-    return (after / before).nan_to_num(0.0).squeeze(-1), torch.where(after > 0, back / after, x)
+def follow_all(y: Sequence[Tensor], back: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
+    """The norms from y = A x and A^T y of every matrix A; its vector x becomes that of the next iteration."""
+    before, after = (torch.stack(foreach("norm", each)) for each in (y, back))
+    norms, live = _divide(before, after)
+    found = zip(live.unbind(), foreach("div", back, list(after.unbind())), vectors, strict=True)
+    # In place, so that a CUDA graph finds them where they were.
+    foreach("copy_", vectors, [torch.where(own, new, x) for own, new, x in found])
+    return norms
+
+
+def _divide(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """(norms, whether they are any): a matrix of zeros has none, and keeps its vector."""
+    live = after > 0
+    return torch.where(live, after / before, 0), live
 
 
 def _start(width: int, device: torch.device) -> Tensor:

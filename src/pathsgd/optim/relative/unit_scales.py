@@ -36,9 +36,11 @@ class Rescaling(NamedTuple):
     into: Tensor
     out: Tensor
 
-    def of(self, edge: EdgeClasses) -> Tensor:
-        """What a parameter is multiplied by."""
-        return self.into[edge.head] / self.out[edge.tail] ** edge.degree
+    def apply(self, weight: Tensor, edge: EdgeClasses) -> Tensor:
+        """A rescaled parameter."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        into, out = self.into[edge.head].to(dtype), (self.out[edge.tail] ** edge.degree).to(dtype)
+        return weight.mul(into).div_(out).to(weight.dtype)
 
 
 class UnitState(NamedTuple):

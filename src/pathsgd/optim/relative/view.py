@@ -116,13 +116,7 @@ class RelativeView:
         foreach("mul_", moved, self.from_u)
         found = [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
         rescaling = self.rescale() if turn else None
-        if rescaling is not None:
-            ratios = self.measurement.find_ratios(rescaling, self.names)
-            found = [
-                w if ratio is None else (w * ratio).to(w.dtype)
-                for w, ratio in zip(found, ratios, strict=True)
-            ]
-        return found
+        return found if rescaling is None else self.measurement.rescale(rescaling, self.names, found)
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
