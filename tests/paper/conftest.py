@@ -7,6 +7,7 @@ import pytest
 from pathsgd.paper.data.load import load
 from pathsgd.paper.figures import draw_all
 from pathsgd.paper.training.training_data import prepare_data
+from support.brief_timing import _brief_timing  # noqa: F401
 from support.fake_study import NAUGHTY, fake_study
 from support.short_runs import CPU, SMALL
 

@@ -135,6 +135,8 @@ for name in ("numpy", "matplotlib", "jinja2", "pooch", "requests", "scipy", "skl
     sys.modules[name] = None
 import torch
 from pathsgd.paper import Dataset, Run, Study, judge_claims, reproduce, summarize_study, train
+from pathsgd.paper.analysis import step_cost
+step_cost.SECONDS = 0.01
 y = torch.arange(250) % 3
 x = torch.randn(250, 5, generator=torch.Generator().manual_seed(0)) + y[:, None]
 data = Dataset("clouds", (5,), 3, x[:200], y[:200], x[200:], y[200:], highest=1.0)
