@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import pathsgd
 from pathsgd import PathSGD
 from pathsgd.functional import gammas, path_sgd
-from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build
+from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build, traced
 from support.training import pair, train
 
 
@@ -34,7 +34,7 @@ def tensors(model):
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "p": 1}])
 def test_it_takes_the_steps_of_the_optimizer(network, options):
     model, x = build(network)
-    graph = pathsgd.trace(model, x)
+    graph = traced(network)
     (params, buffers), state = tensors(model), None
     before = {name: tensor.clone() for name, tensor in params.items()}
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_an_ensemble_of_rescaled_copies_moves_as_one(network):
 
 def test_the_loss_after_a_step_is_differentiable_in_lr():
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = traced(Mlp)
     params, buffers = tensors(model)
     loss = loss_of(model)
 
@@ -92,7 +92,7 @@ def test_the_loss_after_a_step_is_differentiable_in_lr():
 def test_transforms_nest():
     """The gradient of the loss after a step, for each member of an ensemble; statistics mapped alone."""
     model, x = build(Vgg)
-    graph = pathsgd.trace(model, x)
+    graph = traced(Vgg)
     loss = loss_of(model)
     params, buffers = stack_module_state([model, copy.deepcopy(model)])
     params = {name: tensor.detach() for name, tensor in params.items()}
@@ -113,7 +113,7 @@ def test_transforms_nest():
 
 def test_dtypes_and_shapes_are_kept():
     model, x = build(Mlp, torch.bfloat16)
-    graph = pathsgd.trace(model, x)
+    graph = traced(Mlp, torch.bfloat16)
     params, _ = tensors(model)
     grads = {name: torch.ones_like(p) for name, p in params.items()}
     moved, _ = path_sgd(graph, params, grads, lr=torch.tensor([0.1]), weight_decay=0.1)
@@ -124,7 +124,7 @@ def test_dtypes_and_shapes_are_kept():
 
 def test_it_compiles_to_one_graph():
     model, x = build(Mlp, torch.float32)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     params, buffers = tensors(model)
     grads = grad(loss_of(model))(params, buffers, x)
     counter = CompileCounter()
@@ -156,7 +156,7 @@ def test_rules_of_your_own_are_invariant():
 
 def test_bad_input_is_named():
     model, x = build(SmallResNet)
-    graph = pathsgd.trace(model, x)
+    graph = traced(SmallResNet)
     params, buffers = tensors(model)
     with pytest.raises(pathsgd.PathError, match=r"buffer '.*running_var' is needed: pass buffers="):
         path_sgd(graph, params, {}, lr=0.1)

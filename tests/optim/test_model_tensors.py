@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pathsgd import PathError, PathSGD, trace
+from pathsgd import PathError, PathSGD
 from pathsgd.optim.model_tensors import ModelTensors
-from support.networks import SmallResNet, build
+from support.networks import SmallResNet, build, traced
 
 
 def make():
-    model, x = build(SmallResNet, torch.float32)
-    graph = trace(model, x)
+    model, _ = build(SmallResNet, torch.float32)
+    graph = traced(SmallResNet, torch.float32)
     return model, graph, ModelTensors(model)
 
 
@@ -87,7 +87,7 @@ def test_what_was_not_traced_is_an_error(change):
 @pytest.mark.parametrize("change", [replace_parameter, replace_module, add_parameter, add_module])
 def test_an_optimizer_notices_other_parameters(change):
     model, x = build(SmallResNet, torch.float32)
-    optimizer = PathSGD(model, x, lr=1e-6)
+    optimizer = PathSGD(model, traced(SmallResNet, torch.float32), lr=1e-6)
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()

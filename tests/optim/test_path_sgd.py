@@ -14,7 +14,7 @@ import pathsgd
 from pathsgd import PathNormalized, PathSGD, clip_path_grad_norm_
 from support.cases import Mlp as OracleMlp
 from support.cases import build as build_case
-from support.networks import Mlp, SmallResNet, build
+from support.networks import Mlp, SmallResNet, build, traced
 from support.training import OPTIMIZERS, backward, pair, train, unchanged, weights
 
 # The update
@@ -43,24 +43,24 @@ def test_the_step_is_algorithm_1():
 def test_path_normalized_sgd_is_path_sgd(options):
     model, x = build(SmallResNet)
     other = copy.deepcopy(model)
-    train(model, PathSGD(model, x, lr=1e-3, **options), x, steps=10)
-    train(other, PathNormalized(torch.optim.SGD, other, x, lr=1e-3, **options), x, steps=10)
+    train(model, PathSGD(model, traced(SmallResNet), lr=1e-3, **options), x, steps=10)
+    train(other, PathNormalized(torch.optim.SGD, other, traced(SmallResNet), lr=1e-3, **options), x, steps=10)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
 
 
 def test_decoupled_decay_is_path_regularisation():
     """At p = 2: grad(phi^2) / (2 gamma) = w, so decay by lr * wd is a step on wd/2 * phi^2."""
-    model, x = build(Mlp)
-    optimizer = PathSGD(model, x, lr=0.1, weight_decay=0.3)
+    model, _ = build(Mlp)
+    optimizer = PathSGD(model, traced(Mlp), lr=0.1, weight_decay=0.3)
     expected = [0.97 * w for w in weights(model)]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     other = copy.deepcopy(model)
     optimizer.step()
     assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), expected, strict=True))
-    regularised = PathSGD(other, x, lr=0.1)
-    (0.15 * pathsgd.path_norm(other, x) ** 2).backward()
+    regularised = PathSGD(other, traced(Mlp), lr=0.1)
+    (0.15 * pathsgd.path_norm(other, traced(Mlp)) ** 2).backward()
     regularised.step()
     assert all(torch.allclose(a, b) for a, b in zip(other.parameters(), expected, strict=True))
 
@@ -71,7 +71,7 @@ def test_dead_units_cause_no_nan(name):
     with torch.no_grad():
         model[0].weight[0], model[0].bias[0] = 0, 0
         model[2].weight[:, 1] = 0
-    train(model, OPTIMIZERS[name](model, x), x, steps=5)
+    train(model, OPTIMIZERS[name](model, traced(Mlp)), x, steps=5)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -146,7 +146,7 @@ def test_an_example_may_be_left_out():
     model, x = build(SmallResNet)
     other = copy.deepcopy(model)
     train(model, PathSGD(model, lr=1e-3), x, steps=3)
-    train(other, PathSGD(other, x, lr=1e-3), x, steps=3)
+    train(other, PathSGD(other, x[:1], lr=1e-3), x, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert not model._forward_pre_hooks
     untouched = PathSGD(build(SmallResNet)[0], lr=1e-3)
@@ -158,7 +158,7 @@ def test_an_example_may_be_left_out():
 
 def test_parameters_with_a_graph():
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     forms = [
         model.parameters(),
         list(model.named_parameters()),
@@ -195,7 +195,7 @@ def test_bare_parameters_are_refused():
 def test_a_stale_gamma_is_noticed_where_it_can_be():
     """With refresh_every > 1: writes that torch counts; after others, through .data, the user refreshes."""
     model, x = build(Mlp)
-    optimizer = PathSGD(model, x, refresh_every=10)
+    optimizer = PathSGD(model, traced(Mlp), refresh_every=10)
 
     def step():
         backward(model, x)
@@ -269,14 +269,14 @@ def test_what_falls_back_has_its_own_lr():
     ],
 )
 def test_invalid_options(options, message):
-    model, x = build(Mlp)
+    model, _ = build(Mlp)
     with pytest.raises(ValueError, match=message):
-        PathSGD(model, x, **{"lr": 0.1, **options})
+        PathSGD(model, traced(Mlp), **{"lr": 0.1, **options})
 
 
 def test_a_model_that_changed():
     model, x = build(Mlp)
-    optimizer = PathSGD(model, x)
+    optimizer = PathSGD(model, traced(Mlp))
     backward(model, x)
     before = weights(model)
     old = model[2].weight
@@ -298,7 +298,7 @@ def test_a_model_that_grew_or_changed_its_shape():
     for change, message in ((grow, "'extra' is not the one"), (reshape, r"'2.weight' has shape \(7, 9\)")):
         for make in (PathSGD, lambda *a: PathNormalized(torch.optim.Adam, *a)):
             model, x = build(Mlp)
-            optimizer = make(model, x)
+            optimizer = make(model, traced(Mlp))
             backward(model, x)
             change(model)
             before = weights(model)
@@ -309,7 +309,7 @@ def test_a_model_that_grew_or_changed_its_shape():
 
 def test_gradients_of_the_wrong_layout():
     model, x = build(Mlp)
-    optimizer = PathSGD(model, x)
+    optimizer = PathSGD(model, traced(Mlp))
     backward(model, x)
     before = weights(model)
     model[2].weight.grad = model[2].weight.grad.to_sparse()
@@ -319,5 +319,5 @@ def test_gradients_of_the_wrong_layout():
     with pytest.raises(ValueError, match="more than one parameter group"):
         PathSGD(
             [{"params": list(model.parameters())}, {"params": [model[0].weight]}],
-            graph=pathsgd.trace(model, x),
+            graph=pathsgd.trace(model, x[:1]),
         )

@@ -11,7 +11,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
-from support.networks import NETWORKS, Mlp, build
+from support.networks import NETWORKS, Mlp, build, traced
 from support.training import backward, weights
 
 
@@ -85,7 +85,7 @@ def test_every_unit_obeys_and_keeps_its_direction(make, p):
     for m, options in ((free, {}), (model, {"max_relative_step": 0.01})):
         before = weights(m)
         backward(m, x)
-        make(m, x, lr=0.1, p=p, **options).step()
+        make(m, traced(Mlp), lr=0.1, p=p, **options).step()
         steps = {
             name: (new - old).detach()
             for (name, new), old in zip(m.named_parameters(), before, strict=True)
@@ -110,7 +110,7 @@ def test_every_unit_obeys_and_keeps_its_direction(make, p):
 def test_a_layer_of_zeros_is_free_to_move():
     model, x = build(Mlp)
     nn.init.zeros_(model[4].weight), nn.init.zeros_(model[4].bias)
-    optimizer = PathSGD(model, x, lr=0.1, max_relative_step=0.01)
+    optimizer = PathSGD(model, traced(Mlp), lr=0.1, max_relative_step=0.01)
     torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 2])).backward()
     optimizer.step()
     assert (model[4].weight != 0).any()
@@ -122,13 +122,13 @@ def test_a_limit_that_never_binds_changes_nothing(network):
     other = copy.deepcopy(model)
     for m, options in ((model, {"implementation": "reference"}), (other, {"max_relative_step": 1e6})):
         backward(m, x)
-        PathSGD(m, x, lr=1e-3, **options).step()
+        PathSGD(m, traced(network), lr=1e-3, **options).step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_groups_have_their_own_limits():
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     before = weights(model)
     optimizer = PathSGD(
         [
@@ -146,6 +146,6 @@ def test_groups_have_their_own_limits():
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_an_invalid_limit(make):
-    model, x = build(Mlp)
+    model, _ = build(Mlp)
     with pytest.raises(ValueError, match="Invalid max_relative_step value: 0"):
-        make(model, x, lr=0.1, max_relative_step=0)
+        make(model, traced(Mlp), lr=0.1, max_relative_step=0)

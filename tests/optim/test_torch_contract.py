@@ -15,7 +15,7 @@ import pathsgd
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.optim.rule import apply_steps, gradients_to_z, single_tensor
-from support.networks import Mlp, SmallResNet, build
+from support.networks import Mlp, SmallResNet, build, traced
 from support.training import backward, train, unchanged, weights
 
 MAKERS = {
@@ -50,7 +50,7 @@ def test_closures_and_hooks(make):
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_loaded_state_continues_as_if_nothing_happened(make, weights_only):
     model, x = build(Mlp)
-    optimizer = make(model, x)
+    optimizer = make(model, traced(Mlp))
     train(model, optimizer, x, steps=3)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -58,7 +58,7 @@ def test_a_loaded_state_continues_as_if_nothing_happened(make, weights_only):
     loaded = torch.load(file, weights_only=weights_only)
     other = build(Mlp)[0]
     other.load_state_dict(loaded["model"])
-    resumed = make(other, x, lr=0.5)
+    resumed = make(other, traced(Mlp), lr=0.5)
     resumed.load_state_dict(loaded["optimizer"])
     assert resumed.param_groups[0]["lr"] == 1e-3
     assert torch.equal(train(model, optimizer, x, steps=3), train(other, resumed, x, steps=3))
@@ -67,7 +67,7 @@ def test_a_loaded_state_continues_as_if_nothing_happened(make, weights_only):
 @every
 def test_copies_and_pickles(make):
     model, x = build(Mlp)
-    optimizer = make(model, x)
+    optimizer = make(model, traced(Mlp))
     train(model, optimizer, x, steps=2)
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     expected = train(model, optimizer, x, steps=2)
@@ -79,7 +79,7 @@ def test_copies_and_pickles(make):
 @every
 def test_schedulers_and_groups(make):
     model, x = build(Mlp)
-    optimizer = make(model, x, lr=0.1)
+    optimizer = make(model, traced(Mlp), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer.add_param_group({"params": [extra], "lr": 1.0})
@@ -94,7 +94,7 @@ def test_schedulers_and_groups(make):
 @every
 def test_gradients_are_left_alone_and_missing_ones_are_skipped(make):
     model, x = build(Mlp)
-    optimizer = make(model, x)
+    optimizer = make(model, traced(Mlp))
     before = weights(model)
     optimizer.zero_grad()
     optimizer.step()
@@ -112,8 +112,8 @@ def test_gradients_are_left_alone_and_missing_ones_are_skipped(make):
 
 @every
 def test_zero_gradients_move_nothing(make):
-    model, x = build(Mlp)
-    optimizer = make(model, x)
+    model, _ = build(Mlp)
+    optimizer = make(model, traced(Mlp))
     before = weights(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -133,8 +133,8 @@ def test_zero_gradients_move_nothing(make):
 def test_foreach_equals_the_loop(make, options):
     model, x = build(SmallResNet)
     other = copy.deepcopy(model)
-    train(model, make(model, x, lr=1e-3, foreach=True, **options), x, steps=5)
-    train(other, make(other, x, lr=1e-3, foreach=False, **options), x, steps=5)
+    train(model, make(model, traced(SmallResNet), lr=1e-3, foreach=True, **options), x, steps=5)
+    train(other, make(other, traced(SmallResNet), lr=1e-3, foreach=False, **options), x, steps=5)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
 
@@ -145,8 +145,8 @@ def test_a_tensor_lr(make):
     other = copy.deepcopy(model)
     lr = torch.tensor(1e-3, dtype=torch.float64)
     options = {"foreach": False} if make in (MAKERS["Adam"], MAKERS["PathAdam"]) else {}
-    train(model, make(model, x, lr=lr, weight_decay=0.1, **options), x, steps=3)
-    train(other, make(other, x, lr=1e-3, weight_decay=0.1), x, steps=3)
+    train(model, make(model, traced(Mlp), lr=lr, weight_decay=0.1, **options), x, steps=3)
+    train(other, make(other, traced(Mlp), lr=1e-3, weight_decay=0.1), x, steps=3)
     assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -155,7 +155,7 @@ def test_maximize(make):
     model, x = build(Mlp)
     before = model(x).pow(2).mean().item()
     backward(model, x)
-    make(model, x, maximize=True).step()
+    make(model, traced(Mlp), maximize=True).step()
     assert model(x).pow(2).mean().item() > before
 
 
@@ -163,7 +163,7 @@ def test_maximizing_is_minimizing_the_negative():
     """Norms grow the same way, too."""
     model, x = build(Mlp)
     other = copy.deepcopy(model)
-    optimizers = PathAdam(model, x, maximize=True), PathAdam(other, x)
+    optimizers = PathAdam(model, traced(Mlp), maximize=True), PathAdam(other, traced(Mlp))
     for _ in range(3):
         backward(model, x)
         other.zero_grad()
@@ -180,10 +180,10 @@ def test_a_differentiable_step():
     names = [name for name, _ in model.named_parameters()]
     clones = {name: p.detach().clone() for name, p in model.named_parameters()}
     backward(model, x)
-    found = {name: gamma.dense() for name, gamma in pathsgd.gammas(model, x).items()}
+    found = {name: gamma.dense() for name, gamma in pathsgd.gammas(model, traced(Mlp)).items()}
     for name, p in model.named_parameters():
         clones[name].grad = p.grad.clone()
-    graph = pathsgd.trace(model, x)
+    graph = traced(Mlp)
     gammas = measure_gammas(graph, graph.tensors(model))
     stepped = [clones[name].clone() for name in names]
     own = [gammas[n] for n in names]
@@ -198,7 +198,7 @@ def test_a_differentiable_step():
 def test_low_precision_parameters():
     model, x = build(Mlp, torch.bfloat16)
     for make in MAKERS.values():
-        optimizer = make(model, x, lr=1e-2)
+        optimizer = make(model, traced(Mlp, torch.bfloat16), lr=1e-2)
         before = weights(model)
         train(model, optimizer, x, steps=3)
         assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
@@ -206,14 +206,14 @@ def test_low_precision_parameters():
         before = weights(model)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        make(model, x).step()
+        make(model, traced(Mlp, torch.bfloat16)).step()
         assert unchanged(model, before)
 
 
 @every
 def test_grad_scaler_skips_steps_with_inf(make):
     model, x = build(Mlp, torch.float32)
-    optimizer = make(model, x)
+    optimizer = make(model, traced(Mlp, torch.float32))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = weights(model)
     for bad in (True, False):
@@ -231,7 +231,7 @@ def test_a_compiled_step_is_one_graph_under_a_schedule(implementation):
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
     optimizers = [
-        PathSGD(m, x, lr=torch.tensor(1e-3), momentum=0.9, implementation=implementation)
+        PathSGD(m, x[:1], lr=torch.tensor(1e-3), momentum=0.9, implementation=implementation)
         for m in (model, other)
     ]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
@@ -256,7 +256,7 @@ def test_compiling_a_relative_step_leaves_it_as_it_is():
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
     counter = CompileCounter()
-    optimizers = PathMuon(model, x), PathMuon(other, x)
+    optimizers = PathMuon(model, x[:1]), PathMuon(other, x[:1])
     steps = torch.compile(optimizers[0].step, backend=counter), optimizers[1].step
     for m, step in zip((model, other), steps, strict=True):
         for _ in range(3):

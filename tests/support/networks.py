@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -131,6 +133,15 @@ def build(network, dtype=torch.float64):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
     return model, torch.randn(network.example, dtype=dtype)
+
+
+@functools.cache
+def traced(network, dtype=torch.float64):
+    """The graph of ``build(network, dtype)``: it is the same for every model of a kind, and to trace one
+    takes longer than most tests. Of batch one, since any other is traced twice."""
+    with torch.random.fork_rng(devices=[]):
+        model, x = build(network, dtype)
+    return pathsgd.trace(model, x[:1])
 
 
 def dense_gammas(*arguments, **options):

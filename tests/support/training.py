@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import torch
 
@@ -11,7 +10,7 @@ import pathsgd
 from pathsgd import PathAdagrad, PathNormalized, PathSGD
 from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
-from support.networks import build
+from support.networks import build, traced
 
 STEPS = 5
 
@@ -46,16 +45,10 @@ def clipped(optimizer, max_norm=0.01):
     return optimizer
 
 
-@functools.cache
-def _trace(network, dtype):
-    """The graph is the same for every model of a kind; tracing takes longer than a test."""
-    return pathsgd.trace(*build(network, dtype))
-
-
 def pair(network, dtype, powers_of_two):
     """(model, rescaled copy, graph, input): every unit scaled by 1e-3 to 1e3, or by 2^-10 to 2^10."""
     model, x = build(network, dtype)
-    graph = _trace(network, dtype)
+    graph = traced(network, dtype)
     units = unit_classes_of(graph)
     generator = torch.Generator().manual_seed(1)
     count = units.count
