@@ -23,13 +23,24 @@ def stack(*widths, bias=True, dtype=torch.float32):
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
+_graphs = {}
+
+
+def traced(model):
+    """Its graph: one for all stacks of the same layers, since to trace one takes longer than to train it."""
+    key = str(model), next(model.parameters()).dtype
+    if key not in _graphs:
+        _graphs[key] = pathsgd.trace(model)
+    return _graphs[key]
+
+
 def train(model, steps=3, width=None, between=None, **options):
     """The model after some steps, and its optimizer."""
     torch.manual_seed(0)
     parameter = next(model.parameters())
     x = torch.randn(20, model[0].in_features, dtype=parameter.dtype)
     y = torch.randint(model[-1].out_features, (20,))
-    optimizer = PathSGD(model, **options)
+    optimizer = PathSGD(model, traced(model), **options)
     for k in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x).float(), y).backward()
@@ -43,7 +54,7 @@ def rescaled(model):
     """A copy of a stack of three layers, its hidden units rescaled by powers of two."""
     other = copy.deepcopy(model)
     units = [(k, n) for k in (0, 2) for n in range(model[k].out_features)]
-    pathsgd.rescale(other, None, {(str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k, n in units})
+    pathsgd.rescale(other, traced(model), {(str(k), n): 2.0 ** ((n * 7 + k) % 21 - 10) for k, n in units})
     return other
 
 

@@ -340,7 +340,7 @@ def test_a_chain_too_deep_for_floats_is_carried_in_a_frame(kind, factor, exponen
     monkeypatch.setattr(measurement, "measure_gammas", lambda *a, **k: measured.append(1) or real(*a, **k))
     start, other = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = [
-        PathSGD(m, lr=1e-3, momentum=0.9, weight_decay=0.1, implementation=i)
+        PathSGD(m, graph, lr=1e-3, momentum=0.9, weight_decay=0.1, implementation=i)
         for m, i in ((model, kind), (other, "reference"))
     ]
     generator = torch.Generator().manual_seed(0)

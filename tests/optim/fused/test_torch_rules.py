@@ -17,7 +17,7 @@ from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.triton_chain import TritonChain
 from pathsgd.optim.fused.implementation import LayerTensors
 from pathsgd.optim.rule import Rule
-from support.stacks import KINDS, assert_close, is_fused, rescaled, stack
+from support.stacks import KINDS, assert_close, is_fused, rescaled, stack, traced
 
 OPTIMIZERS = {
     "SGD": (SGD, {"lr": 1e-3}),
@@ -41,7 +41,7 @@ def train(model, name, steps=3, optimizer=None, between=None, **options):
     """The model after some steps of an optimizer of the list, and that optimizer."""
     torch.manual_seed(0)
     kind, own = OPTIMIZERS[name]
-    optimizer = optimizer or PathNormalized(kind, model, **{**own, **options})
+    optimizer = optimizer or PathNormalized(kind, model, traced(model), **{**own, **options})
     parameter = next(model.parameters())
     x = torch.randn(20, model[0].in_features, dtype=torch.float64).to(parameter.dtype)
     y = torch.randint(model[-1].out_features, (20,))
@@ -87,7 +87,9 @@ def test_a_hundred_steps(kind, name):
 
     def train(model, steps=100, **options):
         generator = torch.Generator().manual_seed(0)
-        optimizer = PathNormalized(OPTIMIZERS[name][0], model, **OPTIMIZERS[name][1], **options)
+        optimizer = PathNormalized(
+            OPTIMIZERS[name][0], model, traced(model), **OPTIMIZERS[name][1], **options
+        )
         for _ in range(steps):
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * 1e-2

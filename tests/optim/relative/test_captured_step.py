@@ -15,7 +15,7 @@ from pathsgd.optim.gamma_cache import GammaCache
 from pathsgd.optim.relative import captured_step, steps
 from pathsgd.optim.relative.gpu.step import KernelStep
 from support.events import AT, CAPTURES, nothing
-from support.networks import Mlp, build
+from support.networks import Mlp, build, traced
 
 
 class RunAgain:
@@ -53,7 +53,7 @@ def captured_on_cpu(monkeypatch):
 
 def train(monkeypatch, event, *, captured, count=10, make=PathMuon, dtype=torch.float32, **options):
     model, x = build(Mlp, dtype)
-    optimizer = make(model, x, **options)
+    optimizer = make(model, traced(Mlp, dtype), **options)
     if not captured:
         monkeypatch.setattr(steps, "is_capturable", lambda *_: False)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
