@@ -27,6 +27,7 @@ from pathsgd.paper.records.recorder import Recorder
 from pathsgd.paper.records.run_folder import RunFolder
 from pathsgd.paper.training.lanes import SMALL
 from support import ray_driver
+from support.brief_timing import make_brief_measurement
 from support.ray_driver import read_log, watch_tasks
 
 STUDY = Study(
@@ -92,7 +93,8 @@ def count_kept_epochs(folder):
     return torch.load(checkpoint)["epoch"] if checkpoint.exists() else 0
 
 
-def test_a_study_ends_in_the_same_bytes(cluster, local, tmp_path):
+def test_a_study_ends_in_the_same_bytes(cluster, local, tmp_path, monkeypatch):
+    monkeypatch.setattr("pathsgd.paper.api.measure_step_cost", make_brief_measurement())
     results = reproduce(STUDY, tmp_path, StudySetup(executor="ray"), figures=False)
     assert recorded(tmp_path) == local
     assert results.cost is not None
