@@ -83,7 +83,7 @@ def test_a_lazy_optimizer_of_a_compiled_model():
 @every
 def test_parameters_of_another_model_are_refused(make):
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     for params in (list(copy.deepcopy(model).parameters()), [{"params": copy.deepcopy(model).parameters()}]):
         with pytest.raises(TypeError, match="none of these parameters belongs to the model"):
             make(params, graph=graph)
@@ -106,10 +106,10 @@ def test_parameters_that_are_replaced_everywhere_are_an_error(make):
 
 def test_momentum_keeps_its_precision_when_it_is_loaded():
     model, x = build(Mlp, torch.bfloat16)
-    optimizer = PathSGD(model, x, lr=1e-2, momentum=0.9)
+    optimizer = PathSGD(model, x[:1], lr=1e-2, momentum=0.9)
     train(model, optimizer, x, steps=5)
     other = copy.deepcopy(model)
-    resumed = PathSGD(other, x)
+    resumed = PathSGD(other, x[:1])
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -124,7 +124,7 @@ def test_running_statistics_that_moved_are_measured_anew():
     model.train()
     twin = copy.deepcopy(model)
     for m, clip in ((model, True), (twin, False)):
-        optimizer = PathSGD(m, x, lr=1e-3)
+        optimizer = PathSGD(m, x[:1], lr=1e-3)
         torch.manual_seed(0)
         backward(m, x)
         if clip:
@@ -138,7 +138,7 @@ def test_running_statistics_that_moved_are_measured_anew():
 def test_a_limit_looks_at_all_groups_and_at_decay():
     """Weights and biases in two groups, as is usual for decay, move as in one; decay counts."""
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     split = [
         {"params": [p for n, p in model.named_parameters() if n.endswith("weight")]},
         {"params": [p for n, p in model.named_parameters() if n.endswith("bias")]},
@@ -154,7 +154,7 @@ def test_a_limit_looks_at_all_groups_and_at_decay():
         ends.append(weights(model))
     assert all(map(torch.equal, *ends))
     decayed = copy.deepcopy(model)
-    optimizer = PathSGD(decayed, x, lr=0.1, weight_decay=2.0, max_relative_step=0.01)
+    optimizer = PathSGD(decayed, x[:1], lr=0.1, weight_decay=2.0, max_relative_step=0.01)
     before = weights(decayed)
     for p in decayed.parameters():
         p.grad = torch.zeros_like(p)
@@ -169,7 +169,7 @@ def test_a_limit_does_not_measure_more_often(make, monkeypatch):
     calls = []
     real = measurement.measure_gammas
     monkeypatch.setattr(measurement, "measure_gammas", lambda *a, **k: calls.append(1) or real(*a, **k))
-    optimizer = make(model, example_input=x, refresh_every=4, max_relative_step=1e6)
+    optimizer = make(model, example_input=x[:1], refresh_every=4, max_relative_step=1e6)
     calls.clear()
     train(model, optimizer, x, steps=8)
     assert len(calls) == 2
@@ -189,7 +189,7 @@ def test_limits_of_shared_rows_stay_small():
 
     model = Positions().double()
     x = torch.randn(2, 50, 16, dtype=torch.float64)
-    optimizer = PathSGD(model, x, lr=10.0, max_relative_step=0.01)
+    optimizer = PathSGD(model, x[:1], lr=10.0, max_relative_step=0.01)
     backward(model, x)
     optimizer.step()
     kept = [
@@ -203,7 +203,7 @@ def test_limits_of_shared_rows_stay_small():
 
 def test_groups_are_checked():
     model, x = build(Mlp)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     params = list(model.parameters())
     for bad, message in (
         ({"max_relative_step": -1.0}, "max_relative_step"),
@@ -225,7 +225,7 @@ def test_groups_are_checked():
 def test_a_closure_that_raises_leaves_the_weights():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     x = torch.randn(6, 3, dtype=torch.float64)
-    optimizer = PathNormalized(torch.optim.LBFGS, model, x, lr=0.1)
+    optimizer = PathNormalized(torch.optim.LBFGS, model, x[:1], lr=0.1)
     before = weights(model)
     calls = []
 
@@ -258,7 +258,7 @@ def test_z_beyond_half_precision_is_an_error():
 
 def test_load_hooks_of_path_normalized():
     model, x = build(Mlp)
-    optimizer = PathNormalized(torch.optim.Adam, model, x)
+    optimizer = PathNormalized(torch.optim.Adam, model, x[:1])
     called = []
     optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
     optimizer.register_load_state_dict_post_hook(lambda *_: called.append("after"))
@@ -280,7 +280,7 @@ def test_one_element_lr_and_states_of_older_kinds():
 
 def test_sparse_gradients_cannot_be_clipped():
     model, x = build(Mlp)
-    optimizer = PathSGD(model, x)
+    optimizer = PathSGD(model, x[:1])
     backward(model, x)
     model[2].weight.grad = model[2].weight.grad.to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
@@ -289,7 +289,7 @@ def test_sparse_gradients_cannot_be_clipped():
 
 def test_a_limited_resnet_in_two_groups():
     model, x = build(SmallResNet)
-    graph = pathsgd.trace(model, x)
+    graph = pathsgd.trace(model, x[:1])
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "norm" in n]},

@@ -54,7 +54,7 @@ def test_fallback_lr_acts_on_what_the_report_calls_fallen_back(length):
     torch.manual_seed(0)
     model = Block().double()
     x = torch.randn(2, length, 4, dtype=torch.float64)
-    optimizer = PathSGD(model, x, lr=1e-3, fallback_lr=1e-2)
+    optimizer = PathSGD(model, x[:1], lr=1e-3, fallback_lr=1e-2)
     gammas = dense_gammas(model, optimizer.graph)
     rows = {line.split()[0]: line.split()[4] for line in str(optimizer.graph).splitlines()[3:15]}
     assert {name for name, said in rows.items() if said == "no:"} == {
@@ -133,7 +133,7 @@ def test_the_first_step_warns_where_no_example_was_given():
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_on_paths_are_not_announced(network):
     model, x = build(network)
-    assert explain_small_share(pathsgd.trace(model, x)) is None
+    assert explain_small_share(pathsgd.trace(model, x[:1])) is None
 
 
 @pytest.mark.parametrize("tied", [True, False])
