@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import pathsgd
 from pathsgd.console.devices import device_name
 from pathsgd.console.muon import Muon
-from pathsgd.console.networks import small_image_resnet
+from pathsgd.console.networks import small_image_resnet, stack
 from pathsgd.console.timing import capture, median_us
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "optim"
@@ -32,6 +32,10 @@ Make = Callable[[nn.Module, Tensor], torch.optim.Optimizer]
 
 def _images(count: int, classes: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, 32, 32), torch.randint(classes, (count,))
+
+
+def _points() -> tuple[Tensor, Tensor]:
+    return torch.randn(100, 784), torch.randint(10, (100,))
 
 
 def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
@@ -53,18 +57,30 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
 }  # fmt: skip
 
 
+CPU_CASES: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
+    "784-256-256-10, batch 100": (functools.partial(stack, 784, 256, 256, 10), _points, "fp32"),
+    "VGG of 48 channels, batch 32": (NETWORKS["vgg-48"].build, functools.partial(_images, 32), "fp32"),
+    "GPT 4 x 128, 16 x 64 tokens": (
+        functools.partial(GPT, 128, 4, 64), functools.partial(_tokens, 16, 64), "fp32"
+    ),
+    "ResNet-18, 32x32, batch 32": (small_image_resnet, functools.partial(_images, 32), "fp32"),
+}  # fmt: skip
+
+
 def methods(on_gpu: bool) -> dict[str, Make]:
-    return {
+    found: dict[str, Make] = {
         "AdamW, fused": lambda m, x: torch.optim.AdamW(m.parameters(), RATE, fused=True, capturable=on_gpu),
         "PathAdam": lambda m, x: pathsgd.PathAdam(m, x[:1], RATE, capturable=on_gpu),
-        "Muon": lambda m, x: Muon(m, RATE, RATE),
         "PathMuon": lambda m, x: pathsgd.PathMuon(m, x[:1], RATE),
     }
+    if on_gpu:  # on a CPU its products in bf16 take minutes
+        found["Muon"] = lambda m, x: Muon(m, RATE, RATE)
+    return found
 
 
 def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[str, float]]:
     """Microseconds by way and method."""
-    build, batch, precision = CASES[case]
+    build, batch, precision = (CASES | CPU_CASES)[case]
     torch.manual_seed(0)
     x, y = (t.to(device) for t in batch())
     eager, captured, alone = {}, {}, {}
@@ -79,7 +95,7 @@ def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[s
             F.cross_entropy(outputs.float().flatten(0, -2), y.flatten()).backward()
             optimizer.step()
 
-        for _ in range(10):
+        for _ in range(10 if device.type == "cuda" else 2):
             step()
         eager[name], alone[name] = step, optimizer.step
         if device.type == "cuda":
@@ -96,13 +112,19 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     found: dict[str, object] = {"machine": device_name(device), "torch": torch.__version__}
-    for case in CASES:
-        found[case] = times = measure(case, device, 0.4 if device.type == "cuda" else 10)
+    on_gpu = device.type == "cuda"
+    for case in CASES if on_gpu else CPU_CASES:
+        found[case] = times = measure(case, device, 0.4 if on_gpu else 5)
         print(case)
         for way, own in times.items():
             text = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in own.items())
-            ratios = own["PathAdam"] / own["AdamW, fused"], own["PathMuon"] / own["Muon"]
-            print(f"  {way}: {text}; PathAdam {ratios[0]:.2f}, PathMuon {ratios[1]:.2f}", flush=True)
+            ratios = [
+                f"{name} to {beside} {own[name] / own[beside]:.2f}"
+                for name in ("PathAdam", "PathMuon")
+                for beside in ("AdamW, fused", "Muon")
+                if beside in own
+            ]
+            print(f"  {way}: {text}; {'; '.join(ratios)}", flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"relative-cost-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
 
