@@ -21,6 +21,7 @@ from pathsgd import PathError, cli
 from pathsgd.paper import Progress, Run, Study, StudySetup, reproduce, sweep
 from pathsgd.paper.executors import ray as ray_executor
 from pathsgd.paper.executors.ray import MOST_LOSSES, RayExecutor, _count_loss, _Task
+from pathsgd.paper.records.folder_lock import lock_folder
 from pathsgd.paper.records.json_files import read_lines
 from pathsgd.paper.records.manifest import make_manifest
 from pathsgd.paper.records.recorder import Recorder
@@ -42,15 +43,19 @@ SWEEP = [
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(tmp_path_factory):
     """Its address. Two CPUs, whatever the machine has."""
+    # pytest's processes may share these tests: of two clusters that start at once, one may find the other's
+    # port, which refuses its token.
+    starting = tmp_path_factory.getbasetemp().parent / "ray"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))  # or Ray writes one into the home folder
-        ray.init(
-            num_cpus=2, num_gpus=0, object_store_memory=100 << 20, include_dashboard=False,
-            log_to_driver=False, logging_level="ERROR",
-        )  # fmt: skip
+        with lock_folder(starting, wait=True):
+            ray.init(
+                num_cpus=2, num_gpus=0, object_store_memory=100 << 20, include_dashboard=False,
+                log_to_driver=False, logging_level="ERROR",
+            )  # fmt: skip
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
 
