@@ -192,8 +192,11 @@ class RelativeMeasurement:
         found = {}
         for name in self.names:
             own = self.by_name[name]
-            found[name] = tensors[name] * next(left) if len(own) == 1 else tensors[name].clone()
-            for block in own if len(own) > 1 else ():
+            if len(own) == 1:
+                found[name] = tensors[name] * next(left)
+                continue
+            found[name] = tensors[name].clone()
+            for block in own:
                 block.of(found[name]).mul_(next(left))
         return found
 

@@ -63,10 +63,10 @@ def iterate_gram(x: Tensor, diagonal: Tensor) -> Tensor:
     """The same for tall matrices, by products of the size of their Gram matrices: all factors of x are
     polynomials of the first one."""
     _, b, c = COEFFICIENTS
-    gram, factor = x.mT @ x, diagonal / COEFFICIENTS[0]
+    gram = factor = x.mT @ x
     for step in range(STEPS):
         polynomial = torch.baddbmm(diagonal + b * gram, gram, gram, alpha=c)
-        factor = factor @ polynomial
+        factor = factor @ polynomial if step else polynomial
         if step < STEPS - 1:
             gram = polynomial @ gram @ polynomial
     return x @ factor

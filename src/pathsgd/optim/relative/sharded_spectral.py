@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from pathsgd.geometry.precision import full_precision
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.spectral import FIRST, KEY, follow_all, make_vectors
+from pathsgd.optim.relative.spectral import iterate_all
 
 
 def find_norms_over_ranks(
@@ -36,24 +35,13 @@ def find_norms_over_ranks(
         blocks: of these parameters.
         parts: what this rank holds of their steps, as matrices.
     """
-    vectors: list[Tensor] = []
-    rounds: list[int] = []
-    for parameter, count in zip(parameters, counts, strict=True):
-        own = blocks[len(vectors) : len(vectors) + count]
-        widths = [math.prod(_shape(block)[1:]) for block in own]
-        state = optimizer.state[parameter]
-        rounds += [FIRST if make_vectors(state, widths, parts[0]) else 1] * count
-        vectors += state[KEY].split(widths)
-    norms = parts[0].new_zeros(0)
-    for finished in range(max(rounds)):
-        # Those with more rounds have them first: all take the last one.
-        going = [k for k, n in enumerate(rounds) if n >= max(rounds) - finished]
-        own, vectors_of = [blocks[k] for k in going], [vectors[k] for k in going]
-        with full_precision(parts[0].device):
-            ys = _multiply(own, [parts[k] for k in going], vectors_of, transposed=False)
-            backs = _multiply(own, [parts[k] for k in going], ys, transposed=True)
-        norms = follow_all(ys, backs, vectors_of)
-    return norms
+    left = iter(blocks)
+    widths = [[math.prod(_shape(next(left))[1:]) for _ in range(count)] for count in counts]
+
+    def multiply(places: Sequence[int], vectors: Sequence[Tensor], transposed: bool) -> list[Tensor]:
+        return _multiply([blocks[k] for k in places], [parts[k] for k in places], vectors, transposed)
+
+    return iterate_all(optimizer, parameters, widths, parts[0], multiply)
 
 
 def _multiply(

@@ -7,7 +7,7 @@ and of these the one changes outputs by up to the root of the width more than th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ KEY = "spectral"
 FIRST = 8
 """Iterations in the first step; later ones start from the vector of the step before, and one is enough."""
 
+Multiply = Callable[[Sequence[int], Sequence[Tensor], bool], list[Tensor]]
+"""(places, vectors, transposed) -> the products of the matrices at these places, or of their transposes, with
+the vectors."""
+
 
 def find_spectral_norms(
     optimizer: Optimizer, parameters: Sequence[Tensor], counts: Sequence[int], matrices: Sequence[Tensor]
@@ -35,22 +39,41 @@ def find_spectral_norms(
         matrices: the steps of the blocks of these parameters.
     """
     left = iter(matrices)
+    widths = [[next(left).shape[1] for _ in range(count)] for count in counts]
+
+    def multiply(places: Sequence[int], vectors: Sequence[Tensor], transposed: bool) -> list[Tensor]:
+        own = [matrices[k].mT if transposed else matrices[k] for k in places]
+        return [matrix @ x for matrix, x in zip(own, vectors, strict=True)]
+
+    return iterate_all(optimizer, parameters, widths, matrices[0], multiply)
+
+
+def iterate_all(
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    widths: Sequence[Sequence[int]],
+    like: Tensor,
+    multiply: Multiply,
+) -> Tensor:
+    """The norms of matrices with so many columns, by parameter; ``like`` has their dtype and device."""
     vectors: list[Tensor] = []
     new: list[int] = []
-    norms = matrices[0].new_zeros(0)
-    for parameter, count in zip(parameters, counts, strict=True):
-        own, state = [next(left) for _ in range(count)], optimizer.state[parameter]
-        widths = [matrix.shape[1] for matrix in own]
-        if make_vectors(state, widths, own[0]):
-            new += range(len(vectors), len(vectors) + count)
-        vectors += state[KEY].split(widths)
-    for places in [new] * (FIRST - 1 if new else 0) + [range(len(vectors))]:
+    for parameter, own in zip(parameters, widths, strict=True):
+        state = optimizer.state[parameter]
+        if make_vectors(state, own, like):
+            new += range(len(vectors), len(vectors) + len(own))
+        vectors += state[KEY].split(list(own))
+
+    def iterate_some(places: Sequence[int]) -> Tensor:
         own = [vectors[k] for k in places]
-        with full_precision(own[0].device):
-            y = [matrices[k] @ x for k, x in zip(places, own, strict=True)]
-            back = [matrices[k].mT @ each for k, each in zip(places, y, strict=True)]
-        norms = follow_all(y, back, own)
-    return norms
+        with full_precision(like.device):
+            y = multiply(places, own, False)
+            back = multiply(places, y, True)
+        return _follow(y, back, own)
+
+    for _ in range(FIRST - 1 if new else 0):
+        iterate_some(new)
+    return iterate_some(range(len(vectors)))
 
 
 def make_vectors(state: dict[str, Tensor], widths: Sequence[int], like: Tensor) -> bool:
@@ -72,7 +95,7 @@ def iterate(matrices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return norms, torch.where(live[:, None], back / after[:, None], x)
 
 
-def follow_all(y: Sequence[Tensor], back: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
+def _follow(y: Sequence[Tensor], back: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
     """The norms from y = A x and A^T y of every matrix A; its vector x becomes that of the next iteration."""
     before, after = (torch.stack(foreach("norm", each)) for each in (y, back))
     norms, live = _divide(before, after)

@@ -46,6 +46,6 @@ def _write(figure: Any, path: Path) -> Path:
     # Without a date: the same study, the same bytes.
     metadata = {"Date": None} if path.suffix == ".svg" else {}
     figure.savefig(content, format=path.suffix[1:], dpi=DPI, metadata=metadata)
-    figure.set_layout_engine(None)  # where things go is settled, and finding it takes long
+    figure.set_layout_engine("none")  # where things go is settled, and finding it takes long
     write_atomically(path, content.getvalue())
     return path
