@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import pathsgd
 from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.gamma import measure, measure_gammas
 from pathsgd.geometry.passes import powered_network
+from pathsgd.graph import shrinking
 from pathsgd.graph.folding import fold
-from pathsgd.graph.nodes import Reduce
+from pathsgd.graph.nodes import Conv, Reduce
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support.cases import CASES, build, traced
 from support.networks import NETWORKS
@@ -89,6 +91,62 @@ class Places(nn.Module):
         return merged, self.d(h.flip(1))
 
 
+class Stages(nn.Module):
+    """Convolutions of every kind on a large image, in stages: residuals, a dilation, groups, poolings that
+    leave out rows or see beyond the border, layers of channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 4, 7, 2, 3), nn.BatchNorm2d(4).eval()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, (1, 5), padding=(0, 2))
+        self.c, self.shortcut = nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(4, 6, 1, 2)
+        self.d = nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=3)
+        self.mlp, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.norm(self.stem(x)).relu(), 3, 2, 1, ceil_mode=True)
+        x = (x + self.b(self.a(x).relu())).relu()
+        x = (self.c(x) + self.shortcut(x)).relu()
+        x = torch.cat([self.d(x), F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)], 1)[:, 3:9].relu()
+        x = self.mlp(x.permute(0, 2, 3, 1)).relu()
+        return self.head(x.mean((1, 2)))
+
+
+class Unet(nn.Module):
+    """Up again: a transposed convolution and an interpolation, beside what came down; an output of all
+    places."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.inner = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(4, 3, 2, 2), nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x):
+        x = self.down(x).relu()
+        inner = self.inner(F.avg_pool2d(x, 2)).relu()
+        up = self.up(inner) + F.interpolate(inner, scale_factor=2.0)[:, :3]
+        return self.out(torch.cat([x, up], 1).relu())
+
+
+class Signal(nn.Module):
+    """One axis, without padding; places that have weights of their own end what is equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv1d(1, 3, 5, 3), nn.Conv1d(3, 3, 3, padding=1)
+        self.c, self.window = nn.Conv1d(3, 2, 3, padding=1), nn.Parameter(torch.randn(30))
+        self.head = nn.Linear(60, 2)
+
+    def forward(self, x):
+        x = self.b(self.b(self.a(x).relu()).relu()).relu()
+        return self.head((self.c(x).relu() * self.window).flatten(1))
+
+
+IMAGES = {
+    "stages": (Stages, lambda: torch.randn(2, 2, 121, 150)),
+    "unet": (Unet, lambda: torch.randn(1, 2, 30, 24)),
+    "signal": (Signal, lambda: torch.randn(2, 1, 93)),
+}
 SEQUENCES = {
     "gpt": (Gpt, lambda: torch.zeros(2, 7, dtype=torch.int64)),
     "gpt, added places": (lambda: Gpt("added"), lambda: torch.zeros(2, 7, dtype=torch.int64)),
@@ -102,7 +160,7 @@ def networks():
         yield case.__name__, lambda case=case: (build(case), traced(case))
     for network in NETWORKS:
         yield network.__name__, lambda network=network: trace(*build_network(network))
-    for name, (make, example) in SEQUENCES.items():
+    for name, (make, example) in {**SEQUENCES, **IMAGES}.items():
         yield name, lambda make=make, example=example: trace(randomise(make()), example())
 
 
@@ -122,8 +180,11 @@ BUILD = dict(networks())
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BUILD)
-def test_equal_places_once_or_each_by_itself(name):
+def test_equal_places_once_or_each_by_itself(name, monkeypatch):
+    monkeypatch.setattr(shrinking, "LARGEST_SHARE", math.inf)  # images made smaller however little is gained
+    monkeypatch.setattr(shrinking, "LEAST_CUT", 10**9)
     model, graph = BUILD[name]()
+    graph = replace(graph)
     tensors = graph.tensors(model)
     for p in (2, math.inf):
         for exponents in (False, True):
@@ -145,7 +206,7 @@ def as_logs(factors):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("name", [*SEQUENCES, "stages"])
 def test_powers_of_two_change_no_bit(name):
     model, graph = BUILD[name]()
     model = model.float()
@@ -156,13 +217,21 @@ def test_powers_of_two_change_no_bit(name):
         owner: torch.exp2(torch.randint(-3, 4, classes.shape, generator=generator).float())
         for owner, classes in unit_classes_of(graph).owners.items()
         if bool((classes != FIXED).all())
-        and owner in ("a", "b", "c", "block.up", "blocks.0.up", "blocks.1.up")
+        and owner in ("a", "b", "c", "mlp", "block.up", "blocks.0.up", "blocks.1.up")
     }
     assert factors
     pathsgd.rescale(model, graph, factors)
     after = measure_gammas(graph, graph.tensors(model))
     for n, p in model.named_parameters():
         assert torch.equal(after[n].weight_to_z(p), z[n]), n
+
+
+def test_images_are_made_smaller():
+    _, graph = BUILD["stages"]()
+    convolutions = [node for node in graph.folded.graph.nodes if isinstance(node.operation, Conv)]
+    # of 61 x 75, then twice 31 x 38, twice 16 x 19, and 16 x 19 again
+    sizes = [(5, 4), (7, 10), (7, 10), (9, 10), (9, 10), (9, 10)]
+    assert [node.shape[2:] for node in convolutions] == sizes
 
 
 def test_a_sequence_is_as_small_as_one_token():

@@ -14,6 +14,7 @@ and a unit that hardly any path uses is small in z on both of its sides instead 
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -148,10 +149,15 @@ def _collect(
             mantissas.append(empty.expand(size))
             exponents.append(dead.expand(size))
             continue
-        found = tuple(values[k].mantissa.shape)
-        value = arithmetic.reduce(values[k], [d for d, n in enumerate(units) if n < found[d]])
+        value, found = values[k], tuple(values[k].mantissa.shape)
         # Equal places are one: what arrives at them is the same, what leaves them is added up already.
         summed = found if forward else network.traced.nodes[k].shape
+        if forward and not maximum:
+            for d, counts in network.folded.counts.get(network.folded.place[k], {}).items():
+                counted = _place_counts(counts, len(found) - 1 - d, arithmetic.dtype, network.device)
+                value = ExtendedFloat(value.mantissa * counted, value.exponent)
+                summed = (*summed[:d], sum(counts), *summed[d + 1 :])
+        value = arithmetic.reduce(value, [d for d, n in enumerate(units) if n < found[d]])
         repeated = 1 if maximum else math.prod(summed) // size
         mantissas.append((value.mantissa / repeated).flatten())
         if value.exponent is not None:
@@ -165,6 +171,12 @@ def _collect(
     total = arithmetic.reduce(ExtendedFloat(mantissa, exponent), [1])
     mean = total.mantissa[:, 0] if maximum else total.mantissa[:, 0] / places.count
     return ExtendedFloat(arithmetic.root(mean), None if total.exponent is None else total.exponent[:, 0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_counts(counts: Shape, after: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Along an axis that has so many after it. Kept: a CUDA graph cannot capture their transfer."""
+    return torch.tensor(counts, dtype=dtype, device=device).reshape(-1, *(1,) * after)
 
 
 def _factors(

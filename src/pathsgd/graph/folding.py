@@ -10,7 +10,8 @@ a sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Operation, Shape
@@ -27,6 +28,17 @@ class Folded:
     """By node of the traced graph, its number here."""
     whole: tuple[int, ...]
     """Likewise, the number of its value at full size where an output or an end needs one."""
+    counts: Mapping[int, Mapping[int, Shape]] = field(default_factory=dict)
+    """By node here and axis, how many equal places each of its places stands for. Not of those that are of
+    size one, which stand for all."""
+
+    def after(self, other: Folded) -> Folded:
+        """What was traced, folded by ``other`` and then by this."""
+        return replace(
+            self,
+            place=tuple(self.place[k] for k in other.place),
+            whole=tuple(self.whole[k] for k in other.whole),
+        )
 
     @staticmethod
     def nothing(graph: PathGraph) -> Folded:
@@ -41,7 +53,7 @@ def fold(graph: PathGraph) -> Folded:
 
 
 class _Folding:
-    """The walk that finds the folded shapes, and the one that writes the nodes.
+    """The walk that finds the folded shapes.
 
     ``shapes[k]`` is the shape of node k with size one along the axes on which its value does not change;
     ``wanted[k]`` are the shapes in which node k reads its inputs.
@@ -57,8 +69,9 @@ class _Folding:
             shape, wanted = self.visit(node, [self.shapes[source] for source in node.inputs])
             self.shapes.append(shape)
             self.wanted.append(wanted)
-        self.leave_what_all_readers_expand()
-        return self.write()
+        cheap = nodes.Begin, nodes.Source, nodes.Expand
+        self.shapes = take_as_read(self.graph, self.shapes, self.wanted, cheap)
+        return rewrite(self.graph, self.shapes, self.wanted, _expand)
 
     def visit(self, node: Node, inputs: list[Shape]) -> tuple[Shape, list[Shape]]:
         """The folded shape of a node, and the shapes in which it reads its inputs."""
@@ -68,9 +81,9 @@ class _Folding:
             case nodes.Begin():
                 return tuple(min(n, 1) for n in full), []
             case nodes.Source(weight):
-                return _pad(weight.shape, ndim), []
+                return pad_shape(weight.shape, ndim), []
             case nodes.Multiply(weight):
-                shape = _broadcast([inputs[0], _pad(weight.shape, ndim)])
+                shape = _broadcast([inputs[0], pad_shape(weight.shape, ndim)])
                 return shape, [shape]
             case nodes.Linear():
                 return (*inputs[0][:-1], full[-1]), [(*inputs[0][:-1], before[0][-1])]
@@ -98,58 +111,78 @@ class _Folding:
             case nodes.Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
-    def leave_what_all_readers_expand(self) -> None:
-        """A value that is cheap at full size, such as the bias of a convolution, stays what it is where
-        nobody reads it folded."""
-        read: list[list[Shape]] = [[] for _ in self.shapes]
-        for node, wanted in zip(self.graph.nodes, self.wanted, strict=True):
-            for source, shape in zip(node.inputs, wanted, strict=True):
-                read[source].append(shape)
-        for k, (node, shapes) in enumerate(zip(self.graph.nodes, read, strict=True)):
-            cheap = isinstance(node.operation, (nodes.Begin, nodes.Source, nodes.Expand))
-            if cheap and shapes and all(shape == shapes[0] for shape in shapes):
-                self.shapes[k] = shapes[0]
 
-    def write(self) -> Folded:
-        written: list[Node] = []
-        regions: list[int] = []
-        expanded: dict[tuple[int, Shape], int] = {}
-        place: list[int] = []
-
-        def emit(node: Node, region: int) -> int:
-            written.append(node)
-            regions.append(region)
-            return len(written) - 1
-
-        def read(source: int, shape: Shape) -> int:
-            """The number of a value of the traced graph in this shape."""
-            if shape == self.shapes[source]:
-                return place[source]
-            if (source, shape) not in expanded:
-                node = Node(nodes.Expand(shape), (place[source],), shape, self.graph.nodes[source].where)
-                expanded[source, shape] = emit(node, self.graph.regions[source])
-            return expanded[source, shape]
-
-        whole: list[int] = []
-        returned = {*self.graph.ends, *self.graph.outputs}
-        for k, node in enumerate(self.graph.nodes):
-            inputs = tuple(read(*pair) for pair in zip(node.inputs, self.wanted[k], strict=True))
-            shape = self.shapes[k]
-            operation = _fold_operation(node.operation, self.wanted[k], shape)
-            place.append(emit(Node(operation, inputs, shape, node.where), self.graph.regions[k]))
-            whole.append(read(k, node.shape) if k in returned else place[k])
-        graph = replace(
-            self.graph,
-            nodes=tuple(written),
-            regions=tuple(regions),
-            ends={whole[k]: reason for k, reason in self.graph.ends.items()},
-            outputs=tuple(whole[k] for k in self.graph.outputs),
-            boundaries=tuple((whole[k], where, reason) for k, where, reason in self.graph.boundaries),
-        )
-        return Folded(graph, tuple(place), tuple(whole))
+def take_as_read(
+    graph: PathGraph, shapes: list[Shape], wanted: list[list[Shape]], cheap: tuple[type[Operation], ...]
+) -> list[Shape]:
+    """The shapes, where what is cheap in any of them, such as the bias of a convolution, has the one that all
+    readers want."""
+    read: list[list[Shape]] = [[] for _ in shapes]
+    for node, own in zip(graph.nodes, wanted, strict=True):
+        for source, shape in zip(node.inputs, own, strict=True):
+            read[source].append(shape)
+    return [
+        own[0] if isinstance(node.operation, cheap) and len(set(own)) == 1 else shape
+        for node, shape, own in zip(graph.nodes, shapes, read, strict=True)
+    ]
 
 
-def _fold_operation(operation: Operation, inputs: list[Shape], shape: Shape) -> Operation:
+Step = tuple[Operation, Shape]
+"""An operation on one value, and the shape of its result."""
+
+
+def _expand(source: int, have: Shape, want: Shape) -> list[Step]:
+    return [(nodes.Expand(want), want)]
+
+
+def rewrite(
+    graph: PathGraph,
+    shapes: Sequence[Shape],
+    wanted: Sequence[Sequence[Shape]],
+    bring: Callable[[int, Shape, Shape], Iterable[Step]],
+) -> Folded:
+    """The graph with nodes of these shapes, that read their inputs in the shapes they want; ``bring`` says
+    how (node, shape it has, shape that is wanted)."""
+    written: list[Node] = []
+    regions: list[int] = []
+    brought: dict[tuple[int, Shape], int] = {}
+    place: list[int] = []
+
+    def emit(node: Node, region: int) -> int:
+        written.append(node)
+        regions.append(region)
+        return len(written) - 1
+
+    def read(source: int, shape: Shape) -> int:
+        """The number of a value of the graph in this shape."""
+        if shape == shapes[source]:
+            return place[source]
+        if (source, shape) not in brought:
+            k = place[source]
+            for operation, result in bring(source, shapes[source], shape):
+                k = emit(Node(operation, (k,), result, graph.nodes[source].where), graph.regions[source])
+            brought[source, shape] = k
+        return brought[source, shape]
+
+    whole: list[int] = []
+    returned = {*graph.ends, *graph.outputs}
+    for k, node in enumerate(graph.nodes):
+        inputs = tuple(read(*pair) for pair in zip(node.inputs, wanted[k], strict=True))
+        operation = _fold_operation(node.operation, wanted[k], shapes[k])
+        place.append(emit(Node(operation, inputs, shapes[k], node.where), graph.regions[k]))
+        whole.append(read(k, node.shape) if k in returned else place[k])
+    rewritten = replace(
+        graph,
+        nodes=tuple(written),
+        regions=tuple(regions),
+        ends={whole[k]: reason for k, reason in graph.ends.items()},
+        outputs=tuple(whole[k] for k in graph.outputs),
+        boundaries=tuple((whole[k], where, reason) for k, where, reason in graph.boundaries),
+    )
+    return Folded(rewritten, tuple(place), tuple(whole))
+
+
+def _fold_operation(operation: Operation, inputs: Sequence[Shape], shape: Shape) -> Operation:
     match operation:
         case nodes.Expand():
             return nodes.Expand(shape)
@@ -157,6 +190,8 @@ def _fold_operation(operation: Operation, inputs: list[Shape], shape: Shape) -> 
             return nodes.Reshape(shape)
         case nodes.Slice(dim) if inputs[0][dim] == 1:
             return nodes.Slice(dim, 0, shape[dim])
+        case nodes.AxisMap(dim, window) if (inputs[0][dim], shape[dim]) != (window.size, window.out):
+            return replace(operation, window=replace(window, size=inputs[0][dim], out=shape[dim]))
         case _:
             return operation
 
@@ -184,7 +219,8 @@ def _reshape(x: Shape, before: Shape, full: Shape) -> tuple[Shape, list[Shape]]:
     return tuple(shape), [tuple(wanted)]
 
 
-def _pad(shape: Shape, ndim: int) -> Shape:
+def pad_shape(shape: Shape, ndim: int) -> Shape:
+    """Of a weight that is broadcast to so many axes."""
     return (1,) * (ndim - len(shape)) + shape
 
 

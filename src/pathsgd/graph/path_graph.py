@@ -135,8 +135,9 @@ class PathGraph:
     def folded(self) -> Folded:
         """The graph with equal places written once. Kept here, where a compiled step finds it."""
         from pathsgd.graph.folding import fold
+        from pathsgd.graph.shrinking import shrink
 
-        return fold(self)
+        return shrink(fold(self))
 
     @functools.cached_property
     def channel_norms(self) -> dict[int, ChannelNorm]:

@@ -7,13 +7,19 @@ import functools
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Window
+from pathsgd.graph.nodes import Shape, Window
 
 
 @functools.lru_cache(maxsize=256)
 def window_matrix(window: Window, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``A[o, i]``, the weight of the edge from entry i to entry o. Kept, so that a step copies nothing."""
     return _matrix(window).to(device, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def gather_index(index: Shape, device: torch.device) -> Tensor:
+    """The entries that are gathered. Kept likewise."""
+    return torch.tensor(index, device=device)
 
 
 def _matrix(window: Window) -> Tensor:
