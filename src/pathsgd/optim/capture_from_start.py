@@ -10,23 +10,28 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
+Use = Literal["passes", "tables"]
+"""Of a second stream: passes over the weights, or tables of addresses copied to the device."""
 SET_DEPENDENCIES = 1
 """CU_STREAM_SET_CAPTURE_DEPENDENCIES: in place of those there are."""
 
 
 @contextmanager
-def capture_from_start(device: torch.device) -> Iterator[None]:
-    """What is launched inside is captured on a second stream, without waiting for what was captured before;
-    what is captured after it waits for it. For work on tensors that nothing captured before has written."""
-    side, current = _side_stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(current)  # which makes it part of the capture
-    # If a driver refuses, the work waits as it would have done.
-    _driver().cuStreamUpdateCaptureDependencies(
-        ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
-    )
+def capture_from_start(device: torch.device, use: Use = "passes") -> Iterator[None]:
+    """What is launched inside is captured on a second stream, without waiting for what was captured before,
+    other than for the same use: memory that it has freed is given out again. What is captured after it waits
+    for it. For work on tensors that nothing captured before has written."""
+    side, current = _side_stream(device, use), torch.cuda.current_stream(device)
+    if not _is_capturing(side):
+        side.wait_stream(current)  # which makes it part of the capture
+        # If a driver refuses, the work waits as it would have done.
+        _driver().cuStreamUpdateCaptureDependencies(
+            ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
+        )
     with torch.cuda.stream(side):
         yield
     current.wait_stream(side)
@@ -35,7 +40,7 @@ def capture_from_start(device: torch.device) -> Iterator[None]:
 @contextmanager
 def capture_after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
     """The same, but it waits for what was captured before the event."""
-    side = _side_stream(device)
+    side = _side_stream(device, "passes")
     side.wait_event(event)
     with torch.cuda.stream(side):
         yield
@@ -43,8 +48,13 @@ def capture_after(event: torch.cuda.Event, device: torch.device) -> Iterator[Non
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, use: Use) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import Tensor
 from pathsgd._torch import is_capturing
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.gamma import Gamma, Gammas
+from pathsgd.optim.capture_from_start import capture_from_start
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
     BLOCK,
     FIELDS,
@@ -56,7 +57,8 @@ class MultiTensorStep:
         gammas: what was measured, kept so that it is not freed.
         gamma_of: of each parameter, its gamma, or None for 1.
         before: the step that was taken before, whose tiles may serve.
-        repeated: takes what a CUDA graph that is being captured is going to copy in every replay.
+        repeated: takes what a CUDA graph that is being captured is going to copy in every replay, from the
+            host and to the device.
 
     Raises:
         NotStrided: the kernel cannot go over them.
@@ -69,8 +71,8 @@ class MultiTensorStep:
         self.parameters = [p for group in groups for p in group.parameters]
         self.device = self.parameters[0].device
         self.groups, self.states, self.gammas = list(groups), list(states), gammas
-        self.one = torch.ones((), device=self.device)
         self._repeated = repeated
+        self.one = self._place(torch.ones(()))
         moved = [self._find_tensors(*each) for each in zip(self.parameters, states, gamma_of, strict=True)]
         if any(t.dtype != torch.float32 or t.device != self.device for each in moved for t in each):
             raise NotStrided
@@ -86,7 +88,7 @@ class MultiTensorStep:
         else:
             self.tiles = self._make_tiles()
         self.fields = self._make_fields(moved)
-        self.table = torch.empty_like(self.fields, device=self.device)
+        self.table: Tensor
         self._told: tuple[list[int], list[float]] = [], []
         """The addresses of gradients and the rates that the table has."""
 
@@ -118,15 +120,18 @@ class MultiTensorStep:
         found.view(torch.float64)[:, 8] = torch.tensor(decays, dtype=torch.float64)
         return found
 
-    def _place(self, values: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy on the device, for which nothing waits."""
+    def _place(self, values: Tensor) -> Tensor:
+        """A copy on the device, for which the host does not wait."""
         if self.device.type == "cpu":
-            return values if into is None else into.copy_(values)
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
-        if is_capturing():
-            self._repeated.append(pinned)
-        into = torch.empty_like(values, device=self.device) if into is None else into
-        return into.copy_(pinned, non_blocking=True)
+            return values.clone()
+        pinned = values.pin_memory()
+        if not is_capturing():
+            return pinned.to(self.device, non_blocking=True)
+        with capture_from_start(self.device, "tables"):
+            placed = pinned.to(self.device, non_blocking=True)
+        # Written when a replay begins: nothing else may lie there at any time.
+        self._repeated += [pinned, placed]
+        return placed
 
     def fits(self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas) -> bool:
         """Whether this is the step of these parameters, but for where gradients lie and for rates."""
@@ -171,7 +176,7 @@ class MultiTensorStep:
             values = torch.tensor(rates, dtype=torch.float64)
             self.fields[:, 1] = torch.tensor(self.gradients)
             self.fields.view(torch.float64)[:, 7] = values.repeat_interleave(torch.tensor(self.lengths))
-            self._place(self.fields, self.table)
+            self.table = self._place(self.fields)
             self._told = self.gradients, rates
         start = 0
         for group in groups:
