@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
+from torch import Tensor
 
-Use = Literal["passes", "tables"]
-"""Of a second stream: passes over the weights, or tables of addresses copied to the device."""
 SET_DEPENDENCIES = 1
 """CU_STREAM_SET_CAPTURE_DEPENDENCIES: in place of those there are."""
+POOL = 32
+"""How many streams torch gives out before it gives out the first again."""
 
 
 @contextmanager
-def capture_from_start(device: torch.device, use: Use = "passes") -> Iterator[None]:
+def capture_from_start(device: torch.device, owner: object) -> Iterator[None]:
     """What is launched inside is captured on a second stream, without waiting for what was captured before,
-    other than for the same use: memory that it has freed is given out again. What is captured after it waits
-    for it. For work on tensors that nothing captured before has written."""
-    side, current = _side_stream(device, use), torch.cuda.current_stream(device)
-    if not _is_capturing(side):
+    other than by the same owner; what is captured after it waits for it. For work on tensors that nothing
+    captured before has written."""
+    current = torch.cuda.current_stream(device)
+    side, is_new = _find_side_stream(current, owner)
+    if is_new:
         side.wait_stream(current)  # which makes it part of the capture
         # If a driver refuses, the work waits as it would have done.
         _driver().cuStreamUpdateCaptureDependencies(
@@ -38,23 +40,58 @@ def capture_from_start(device: torch.device, use: Use = "passes") -> Iterator[No
 
 
 @contextmanager
-def capture_after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+def capture_after(event: torch.cuda.Event, device: torch.device, owner: object) -> Iterator[None]:
     """The same, but it waits for what was captured before the event."""
-    side = _side_stream(device, "passes")
+    current = torch.cuda.current_stream(device)
+    side, _ = _find_side_stream(current, owner)
     side.wait_event(event)
     with torch.cuda.stream(side):
         yield
-    torch.cuda.current_stream(device).wait_stream(side)
+    current.wait_stream(side)
 
 
-@functools.cache
-def _side_stream(device: torch.device, use: Use) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+class CapturedCopies:
+    """Copies from the host that a graph makes when its replay begins. To be kept as long as the graph is."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def place(self, values: Tensor, device: torch.device) -> Tensor:
+        """A copy of the values on the device."""
+        pinned = values.pin_memory()
+        with capture_from_start(device, self):
+            placed = pinned.to(device, non_blocking=True)
+        # The one is read by every replay; where the other is, nothing else may lie before it is written.
+        self._kept += [pinned, placed]
+        return placed
 
 
-def _is_capturing(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
+_side_streams: weakref.WeakKeyDictionary[object, tuple[torch.cuda.Stream, int]] = weakref.WeakKeyDictionary()
+"""By owner, its second stream in a capture. torch gives memory that was freed on a stream to what comes next
+on the same stream: another owner's work would not wait for those who are still to read it."""
+
+
+def _find_side_stream(current: torch.cuda.Stream, owner: object) -> tuple[torch.cuda.Stream, bool]:
+    """The owner's in this capture, and whether it has captured nothing yet."""
+    capture = _find_capture(current)
+    side, of = _side_streams.get(owner, (current, 0))
+    if of == capture:
+        return side, False
+    for _ in range(POOL):
+        side = torch.cuda.Stream(current.device)
+        if not _find_capture(side):
+            _side_streams[owner] = side, capture
+            return side, True
+    return current, False  # all take part in captures: the work waits as it would have done
+
+
+def _find_capture(stream: torch.cuda.Stream) -> int:
+    """The number of the capture that a stream takes part in, or 0."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    _driver().cuStreamGetCaptureInfo(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number)
+    )
+    return number.value if status.value else 0
 
 
 @functools.cache

@@ -264,9 +264,9 @@ class GammaCache:
             return nullcontext()
         now = self._find_versions(tensors)
         if self._reads_parameters_alone(measurement) and self._writes.are_of_step(self._of_parameters(now)):
-            return capture_from_start(device)
+            return capture_from_start(device, self)
         if self._forward_done is not None and self._forward_done[1] == now:
-            return capture_after(self._forward_done[0], device)
+            return capture_after(self._forward_done[0], device, self)
         return nullcontext()
 
     @torch.no_grad()

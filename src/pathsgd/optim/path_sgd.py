@@ -291,9 +291,9 @@ class PathSGD(PathOptimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            state["momentum_buffer"] = torch.zeros_like(
-                parameter, dtype=dtype, memory_format=torch.contiguous_format
-            )
+            # Kernels read that of a convolution in the order of its weight, and that of a matrix by rows.
+            layout = torch.preserve_format if parameter.dim() > 2 else torch.contiguous_format
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype, memory_format=layout)
         return state["momentum_buffer"]
 
     def _compute_steps(self, group: dict[str, Any], params: list[Tensor]) -> _Part:

@@ -41,15 +41,21 @@ def after_a_write(model, x, optimizer):
     once(model, x, optimizer)
 
 
-def train(kind, name, run, from_start, monkeypatch):
-    # Else cudnn chooses by time, and not the same twice: Newton-Schulz in bf16 magnifies rounding.
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    torch.manual_seed(0)
+def make(kind, name, seed=0):
+    torch.manual_seed(seed)
     model, x = build(kind, torch.float32)
     model, x = model.cuda().train(), x.cuda()
     optimizer = OPTIMIZERS[name](model, x)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), device="cuda")
+    return model, x, optimizer
+
+
+def train(kind, name, run, from_start, monkeypatch, others=()):
+    """Captures the run of one model, and then a step of each of the others, in one graph."""
+    # Else cudnn chooses by time, and not the same twice: Newton-Schulz in bf16 magnifies rounding.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    trained = [make(kind, name), *(make(other, name, seed) for seed, other in enumerate(others, 1))]
     used = []
 
     def count(original):
@@ -67,17 +73,21 @@ def train(kind, name, run, from_start, monkeypatch):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(6):
-            once(model, x, optimizer)
+            for own in trained:
+                once(*own)
     torch.cuda.current_stream().wait_stream(stream)
-    optimizer.zero_grad()
+    for *_, optimizer in trained:
+        optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        run(model, x, optimizer)
+        run(*trained[0])
+        for own in trained[1:]:
+            once(*own)
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
     monkeypatch.undo()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), used
+    return torch.cat([p.detach().flatten() for model, *_ in trained for p in model.parameters()]), used
 
 
 @pytest.mark.parametrize("run", [once, twice, after_a_write])
@@ -92,5 +102,16 @@ def test_the_same_weights(name, kind, run, monkeypatch):
     else:  # from the end of each forward pass
         assert used == [capture_after] * (2 if run is twice else 1)
     expected, _ = train(kind, name, run, False, monkeypatch)
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["PathMuon", "PathSGD", "momentum"])
+def test_several_models_in_one_graph(name, monkeypatch):
+    """The passes over the weights of one do not lie in memory that those of another are still using."""
+    others = [Transformer, Transformer]
+    found, used = train(Transformer, name, once, True, monkeypatch, others)
+    assert used == [capture_from_start] * 3
+    expected, _ = train(Transformer, name, once, False, monkeypatch, others)
     assert torch.isfinite(found).all()
     assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5

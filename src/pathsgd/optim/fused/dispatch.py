@@ -13,6 +13,7 @@ from pathsgd._torch import is_capturing
 from pathsgd.geometry.devices import has_triton
 from pathsgd.graph.chains import Chain, Layer, chains
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.capture_from_start import CapturedCopies
 from pathsgd.optim.fused.blocked import Blocked
 from pathsgd.optim.fused.chain_step import ChainStep
 from pathsgd.optim.fused.implementation import Implementation, LayerTensors, OptimizerState
@@ -81,8 +82,7 @@ class Dispatch:
         """Which implementation the last step gave to each parameter, by id."""
         self._chain_steps: dict[tuple[object, ...], ChainStep] = {}
         self._tensors: MultiTensorStep | None = None
-        self._repeated: list[Tensor] = []
-        """What graphs that users captured copy to the device in every replay."""
+        self._copies = CapturedCopies()
 
     def ready(self, groups: Sequence[GroupRule], state: OptimizerState) -> list[Ready]:
         """What can be moved of these parameters, each with the gammas of its weights."""
@@ -145,7 +145,7 @@ class Dispatch:
 
         own = self.gamma_cache.gammas_of(parameters, rule.p)
         try:
-            tensors = MultiTensorStep(groups, states, gammas, own, self._tensors, self._repeated)
+            tensors = MultiTensorStep(groups, states, gammas, own, self._tensors, self._copies)
         except NotStrided:
             return None
         if not is_capturing():  # what was made during a capture lies in memory of the graph

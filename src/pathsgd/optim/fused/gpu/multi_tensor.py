@@ -14,7 +14,7 @@ from torch import Tensor
 from pathsgd._torch import is_capturing
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.gamma import Gamma, Gammas
-from pathsgd.optim.capture_from_start import capture_from_start
+from pathsgd.optim.capture_from_start import CapturedCopies
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
     BLOCK,
     FIELDS,
@@ -57,8 +57,7 @@ class MultiTensorStep:
         gammas: what was measured, kept so that it is not freed.
         gamma_of: of each parameter, its gamma, or None for 1.
         before: the step that was taken before, whose tiles may serve.
-        repeated: takes what a CUDA graph that is being captured is going to copy in every replay, from the
-            host and to the device.
+        copies: makes those of a step that is being captured in a CUDA graph.
 
     Raises:
         NotStrided: the kernel cannot go over them.
@@ -66,12 +65,12 @@ class MultiTensorStep:
 
     def __init__(
         self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas,
-        gamma_of: Sequence[Gamma | None], before: MultiTensorStep | None, repeated: list[Tensor],
+        gamma_of: Sequence[Gamma | None], before: MultiTensorStep | None, copies: CapturedCopies,
     ) -> None:  # fmt: skip
         self.parameters = [p for group in groups for p in group.parameters]
         self.device = self.parameters[0].device
         self.groups, self.states, self.gammas = list(groups), list(states), gammas
-        self._repeated = repeated
+        self._copies = copies
         self.one = self._place(torch.ones(()))
         moved = [self._find_tensors(*each) for each in zip(self.parameters, states, gamma_of, strict=True)]
         if any(t.dtype != torch.float32 or t.device != self.device for each in moved for t in each):
@@ -124,14 +123,9 @@ class MultiTensorStep:
         """A copy on the device, for which the host does not wait."""
         if self.device.type == "cpu":
             return values.clone()
-        pinned = values.pin_memory()
-        if not is_capturing():
-            return pinned.to(self.device, non_blocking=True)
-        with capture_from_start(self.device, "tables"):
-            placed = pinned.to(self.device, non_blocking=True)
-        # Written when a replay begins: nothing else may lie there at any time.
-        self._repeated += [pinned, placed]
-        return placed
+        if is_capturing():
+            return self._copies.place(values, self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     def fits(self, groups: Sequence[GroupRule], states: Sequence[State], gammas: Gammas) -> bool:
         """Whether this is the step of these parameters, but for where gradients lie and for rates."""
