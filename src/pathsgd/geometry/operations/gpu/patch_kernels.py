@@ -36,26 +36,26 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def fold_kernel(
-    patches, x, channels, height, width, rows, columns, taps_y, taps_x,
+    patches, x, channels, height, width, rows, columns, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr,
     stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """The adjoint: ``x[channel, place and tap]`` is the sum of ``patches[channel, tap, place]``, in the order
-    of taps."""
+    of taps. Compiled for their number, so that no load waits for the one before."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     channel, y, z = entry // (height * width), entry // width % height, entry % width
     known = channel < channels
     total = tl.zeros((ENTRIES,), tl.float32)
-    for tap_y in range(taps_y):
+    for tap_y in tl.static_range(TAPS_Y):
         row = y + padding_y - tap_y * dilation_y
         in_row = known & (row >= 0) & (row % stride_y == 0) & (row // stride_y < rows)
-        for tap_x in range(taps_x):
+        for tap_x in tl.static_range(TAPS_X):
             column = z + padding_x - tap_x * dilation_x
             inside = in_row & (column >= 0) & (column % stride_x == 0) & (column // stride_x < columns)
-            tap = tap_y * taps_x + tap_x
+            tap = tap_y * TAPS_X + tap_x
             if CHANNELS_LAST:
                 k = tap * channels + channel
             else:
-                k = channel * (taps_y * taps_x) + tap
+                k = channel * (TAPS_Y * TAPS_X) + tap
             place = row // stride_y * columns + column // stride_x
             total += tl.load(patches + k * (rows * columns) + place, inside, 0.0)
     tl.store(x + entry, total, known)
