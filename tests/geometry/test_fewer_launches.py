@@ -11,6 +11,7 @@ from pathsgd.geometry import passes
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.operations import convolution
+from pathsgd.geometry.operations.channel_norm import adjoin_norm
 from pathsgd.graph.nodes import Conv, Stored, Weight
 from support.networks import SmallResNet, Vgg, build
 
@@ -51,6 +52,20 @@ def test_products(shape, stride, padding, dilation, layout, monkeypatch):
     for own, expected in zip(found, run(torch.float64), strict=True):
         torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=0)
     assert found[2].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 3, 3), (2, 6, 20, 30), (1, 3, 7), (3, 9, 11, 13)], ids=str)
+def test_adjoints_of_a_norm(shape):
+    generator = torch.Generator().manual_seed(0)
+    gradient, x = (torch.rand(shape, generator=generator, dtype=torch.float64).to(DEVICE) for _ in range(2))
+    scale = torch.rand(shape[1], *(1,) * (len(shape) - 2), generator=generator, dtype=torch.float64).to(
+        DEVICE
+    )
+    for g in (gradient, gradient.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        found = adjoin_norm(g, x, scale)
+        over = [0, *range(2, len(shape))]
+        expected = g * scale, (g * x).sum(over).reshape(scale.shape), g.sum(over).reshape(scale.shape)
+        torch.testing.assert_close(tuple(found), expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pathsgd._torch import is_compiling, is_transformed
+from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
-from pathsgd.geometry.operations.channel_norm import FixedStatistics, apply_norm
+from pathsgd.geometry.operations.channel_norm import adjoin_norm, apply_norm
 from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.folding import Folded
 from pathsgd.graph.nodes import Begin, Square, Weighted
@@ -102,7 +103,6 @@ class PoweredNetwork:
         """
         nodes = self.graph.nodes
         arriving: list[list[ExtendedFloat]] = [[] for _ in nodes]
-        statistics: FixedStatistics | None = None
         for k in reversed(range(len(nodes))):
             gamma_in.pop(k, None)
             if k in self.graph.ends:
@@ -114,10 +114,8 @@ class PoweredNetwork:
             yield k, gamma_out
             if k in self.norms:
                 norm, x = self.norms[k], gamma_in[self.norms[k].source].mantissa
-                if statistics is None:
-                    statistics = FixedStatistics(max(nodes[j].shape[1] for j in self.norms), x)
                 scale, _ = self.edges.of_norm(self.norms, k)
-                back = statistics.adjoints(gamma_out.mantissa, x, scale)
+                back = adjoin_norm(gamma_out.mantissa, x, scale)
                 for shift in norm.shifts:
                     yield shift, ExtendedFloat(back.shift)
                 yield norm.scale, ExtendedFloat(back.scale)
@@ -146,7 +144,7 @@ class PoweredNetwork:
 
 def _gains_by_joining(device: torch.device) -> bool:
     # On a CPU a batch norm rounds as with exponents instead: any two rescaled copies agree in all bits.
-    return device.type == "cuda"
+    return device.type == "cuda" and has_triton()
 
 
 def powered_network(

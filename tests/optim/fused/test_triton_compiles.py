@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pathsgd.geometry.operations.gpu.norm_kernels import norm_adjoint_kernel
 from pathsgd.geometry.operations.gpu.patch_kernels import fold_kernel, gather_kernel
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import BLOCK, TOGETHER, multi_tensor_kernel
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
@@ -112,7 +113,11 @@ for kernel, constants in (
 for kernel in (gather_kernel, fold_kernel):
     types = dict.fromkeys(kernel.arg_names, "i32") | dict(x="*fp32", patches="*fp32")
     for last in (False, True):
-        compiled(kernel, types, dict(CHANNELS_LAST=last))
+        taps = {name: 3 for name in kernel.arg_names if name.startswith("TAPS")}
+        compiled(kernel, types, dict(CHANNELS_LAST=last, **taps))
+sizes = dict.fromkeys(("images", "channels", "places"), "i32")
+types = dict.fromkeys(norm_adjoint_kernel.arg_names, "*fp32") | sizes
+compiled(norm_adjoint_kernel, types, dict(CHANNELS=4, PLACES=128))
 print("compiled")
 """
 

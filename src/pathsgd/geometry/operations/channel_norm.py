@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from pathsgd.geometry.devices import on_device
+
+MANY_PLACES = 512
+"""From so many on, a program has one channel; below, some."""
 
 
 def apply_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -21,19 +27,18 @@ class NormAdjoints(NamedTuple):
     shift: Tensor
 
 
-class FixedStatistics:
-    """With a mean of zero and a variance of one, torch's batch norm computes these adjoints in one kernel."""
+def adjoin_norm(gradient: Tensor, x: Tensor, scale: Tensor) -> NormAdjoints:
+    """The adjoints at ``x``; by Triton."""
+    from pathsgd.geometry.operations.gpu.norm_kernels import norm_adjoint_kernel
 
-    def __init__(self, channels: int, like: Tensor) -> None:
-        self.mean, self.variance = like.new_zeros(channels), like.new_ones(channels)
-
-    def adjoints(self, gradient: Tensor, x: Tensor, scale: Tensor) -> NormAdjoints:
-        channels = x.shape[1]
-        mean, variance = self.mean[:channels], self.variance[:channels]
-        # given twice: a GPU reads the first pair or, where channels are last in memory, the second
-        found = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, scale.reshape(channels), mean, variance, mean, variance, False, 0.0, [True] * 3
-        )
-        back, *sums = found
-        shape = channels, *(1,) * (x.dim() - 2)
-        return NormAdjoints(back, *(each.reshape(shape) for each in sums))
+    images, channels, *sizes = x.shape
+    places = math.prod(sizes)
+    gradient, x, scale = gradient.contiguous(), x.contiguous(), scale.contiguous()
+    back, by_scale, by_shift = torch.empty_like(x), torch.empty_like(scale), torch.empty_like(scale)
+    together, across = (1, 1024) if places >= MANY_PLACES else (4, 128)
+    with on_device(x.device):
+        norm_adjoint_kernel[(-(-channels // together),)](
+            gradient, x, scale, back, by_scale, by_shift, images, channels, places,
+            CHANNELS=together, PLACES=across,
+        )  # fmt: skip
+    return NormAdjoints(back, by_scale, by_shift)
