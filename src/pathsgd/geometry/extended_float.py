@@ -100,11 +100,18 @@ class Arithmetic:
         for."""
         return 1.0 if math.isinf(self.p) else self.p
 
+    def cast(self, w: Tensor) -> Tensor:
+        """``w`` in the dtype of path weights. ``Tensor.to`` takes as long as a product of small tensors to
+        find that there is nothing to do."""
+        return w if w.dtype == self.dtype else w.to(self.dtype)
+
     def power(self, w: Tensor) -> Tensor:
         """``|w|^p``, by multiplications alone where p is a small integer: those are exact under
         scaling by powers of two."""
         if self.as_given:
             return w
+        if self.p == 2:
+            return w * w
         if self.order == 1:
             return w.abs()
         if self.order != int(self.order) or self.order > 64:
@@ -215,7 +222,7 @@ class Arithmetic:
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> ExtendedFloat:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
-        w = w.to(self.dtype).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
+        w = self.cast(w).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
         if not self.exponents:
             return ExtendedFloat(self.power(w).expand(tuple(shape)))
         mantissa, exponent = exact_frexp(w)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, SUMS, checked_nodes
+from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, checked_nodes
 from pathsgd.geometry.edge_weights import Tensors, signed_weights
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, safe_bounds
 from pathsgd.geometry.extended_float import safe_range as safe_range
@@ -64,12 +64,10 @@ class RangeCheck:
         self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
-        operation = self.network.graph.nodes[k].operation
-        if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
-            return
-        if forward and k in self._nodes.summands:
-            return
         mantissa = value.mantissa
+        if k not in self._nodes.looked or (forward and k in self._nodes.summands) or not mantissa.numel():
+            return
+        operation = self.network.graph.nodes[k].operation
         if forward and isinstance(operation, Source):
             # A bias of zero is common and no reason for exponents.
             arithmetic, weight = self.network.edges.for_operation(k)
@@ -83,7 +81,7 @@ class RangeCheck:
     def _find_extremes(self, mantissa: Tensor) -> tuple[Tensor, Tensor]:
         """What flows back from a sum is the same for all that was added."""
         if self._last is None or self._last[0] is not mantissa:
-            self._last = mantissa, torch.aminmax(mantissa)
+            self._last = mantissa, torch.aminmax(mantissa.detach() if mantissa.requires_grad else mantissa)
         return self._last[1]
 
     def _see_factors(self, k: int, weight: Weight) -> None:
@@ -154,6 +152,8 @@ class RangeCheck:
             if least < bound:
                 found.add((k, forward, 2.0**bound))
             trusted[k, forward] = max(least, bound), largest
+        if forward_alone:
+            return found
         by_node = {k: factor for (k, *_), factor in zip(self.factors, factors, strict=True)}
         for into, k, terms in self._nodes.products:
             arriving = [trusted[source, True] for source in into if (source, True) in trusted]
@@ -165,9 +165,8 @@ class RangeCheck:
             room = min(room, bounds.gamma - max(largest, larger, largest + larger))
             if room < 0 or min(least, least + smaller) < -bounds.gamma:
                 return None
-        if not forward_alone:
-            self.has_room = room >= ROOM
-            self._remember()
+        self.has_room = room >= ROOM
+        self._remember()
         return found
 
     def _remember(self) -> None:
