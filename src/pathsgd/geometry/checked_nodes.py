@@ -31,8 +31,10 @@ class GammaProduct(NamedTuple):
 class CheckedNodes:
     """The nodes of one graph as a check sees them."""
 
-    looked: frozenset[int]
-    """Those whose numbers may leave the range; views move numbers only."""
+    forward: frozenset[int]
+    """Those that are looked at on the way there. Views move numbers only."""
+    backward: frozenset[int]
+    """Those on the way back."""
     summands: frozenset[int]
     """What is too small to matter in a sum may be lost: the sum is looked at instead. Of a chain of sums
     every second one is."""
@@ -46,7 +48,8 @@ def checked_nodes(graph: PathGraph) -> CheckedNodes:
     """Those of a graph that passes run over."""
     if graph not in _found:
         looked = frozenset(k for k, node in enumerate(graph.nodes) if isinstance(node.operation, LOOKED))
-        _found[graph] = CheckedNodes(looked, _find_summands(graph), tuple(_find_products(graph, looked)))
+        summands, products = _find_summands(graph), tuple(_find_products(graph, looked))
+        _found[graph] = CheckedNodes(looked - summands, looked, summands, products)
     return _found[graph]
 
 
