@@ -134,8 +134,10 @@ class EdgeWeights:
     def _lay_out(self, column: Column) -> Tensor:
         """The tensors of a column, one after the other."""
         if column not in self._columns:
-            parts = [self.arithmetic.cast(self.tensors[name]) for name in column.names]
-            joined = torch.cat([part if part.dim() == 1 else part.flatten() for part in parts])
+            parts = [self.tensors[name] for name in column.names]
+            if any(part.dtype != self.arithmetic.dtype or part.dim() != 1 for part in parts):
+                parts = [self.arithmetic.cast(part).flatten() for part in parts]
+            joined = torch.cat(parts)
             epsilon = column.inverse_sigma
             self._columns[column] = joined if epsilon is None else _inverse_sigma(joined, epsilon)
         return self._columns[column]

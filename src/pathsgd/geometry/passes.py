@@ -7,7 +7,6 @@ is the gradient of the sum of all outputs. For p = inf read max for sum.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -63,7 +62,7 @@ class PoweredNetwork:
     def arithmetic(self) -> Arithmetic:
         return self.edges.arithmetic
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         return next(iter(self.edges.tensors.values())).device
 
@@ -71,15 +70,16 @@ class PoweredNetwork:
         """``gamma_in`` in order of evaluation, of the nodes ``wanted`` and of all before them:
         ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
         gamma_in: Values = {}
+        edges, norms, device = self.edges, self.norms, self.device
         for k, node, sources, used_up in self.graph.steps(frozenset(wanted), bool(self.norms)):
             inputs = [gamma_in[source] for source in sources]
-            if k in self.norms:
-                scale, shift = self.edges.of_norm(self.norms, k)
-                gamma_in[k] = ExtendedFloat(apply_norm(inputs[0].mantissa, scale, shift))
+            if k in norms:
+                value = ExtendedFloat(apply_norm(inputs[0].mantissa, *edges.of_norm(norms, k)))
             else:
-                arithmetic, weight = self.edges.for_operation(k)
-                gamma_in[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
-            yield k, gamma_in[k]
+                arithmetic, weight = edges.for_operation(k)
+                value = apply(arithmetic, node.operation, inputs, weight, node.shape, device)
+            gamma_in[k] = value
+            yield k, value
             for source in used_up:
                 del gamma_in[source]
 

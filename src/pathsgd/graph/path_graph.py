@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import module_dicts, uncompiled
+from pathsgd._torch import is_compiling, module_dicts, uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.sharded import any_sharded, is_sharded
 
 if TYPE_CHECKING:
     from pathsgd.graph.channel_norms import ChannelNorm
@@ -168,10 +168,12 @@ class PathGraph:
         Returns:
             A :class:`pathsgd.graph.evaluation.Step` for each.
         """
-        if (wanted, join_norms) not in self._steps:
-            from pathsgd.graph.evaluation import order_steps
+        from pathsgd.graph.evaluation import order_steps
 
-            norms = self.channel_norms if join_norms else {}
+        norms = self.channel_norms if join_norms else {}
+        if is_compiling():  # would be compiled again whenever another order is kept
+            return order_steps(self, wanted, norms)
+        if (wanted, join_norms) not in self._steps:
             self._steps[wanted, join_norms] = order_steps(self, wanted, norms)
         return self._steps[wanted, join_norms]
 
@@ -227,7 +229,8 @@ class PathGraph:
                 "trace the model again"
             )
         self.check(tensors)
-        for name in [] if sharded else [name for name, tensor in tensors.items() if is_sharded(tensor)]:
+        if not sharded and any_sharded(tensors.values()):
+            name = next(name for name, tensor in tensors.items() if is_sharded(tensor))
             raise PathError(
                 f"parameter {name!r} is sharded (a DTensor), and this is computed for whole parameters only: "
                 "do it before fully_shard, or on a model that was loaded from a full state_dict"
@@ -285,21 +288,21 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     known: set[int] = set()
-
-    def walk(module: nn.Module, prefix: str) -> None:
+    left = [("", model)]
+    while left:
+        prefix, module = left.pop()
         children, own, kept = module_dicts(module)
-        for name, tensor in own.items():
+        for name, tensor in own.items() if own else ():
             if tensor is not None and id(tensor) not in known:
                 known.add(id(tensor))
                 parameters[prefix + name] = tensor
-        for name, tensor in kept.items():
+        for name, tensor in kept.items() if kept else ():
             if tensor is not None:
                 buffers[prefix + name] = tensor
-        for name, child in children.items():
-            if child is not None:
-                walk(child, f"{prefix}{name}.")
-
-    walk(model, "")
+        if children:
+            left += [
+                (f"{prefix}{name}.", each) for name, each in reversed(children.items()) if each is not None
+            ]
     return parameters, buffers
 
 
@@ -316,5 +319,4 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def compute_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     """Path quantities are computed in fp32, or in fp64 as soon as one tensor is."""
-    double = any(t.dtype == torch.float64 for t in tensors.values())
-    return torch.float64 if double else torch.float32
+    return torch.float64 if torch.float64 in {t.dtype for t in tensors.values()} else torch.float32

@@ -56,7 +56,7 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     for k in sorted(powered):
         if isinstance(graph.nodes[k].operation, (Multiply, Source)) and _is_vector(weights[k]):
             alike.setdefault(_kind_of(weights[k]), []).append(k)
-    vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values()}
+    vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values() if len(nodes) > 1}
     vectors_of = {k: each for nodes, each in vectors.items() for k in nodes}
     return WeightPlan(weights, powered, vectors, vectors_of, tuple(sorted(powered.difference(vectors_of))))
 
