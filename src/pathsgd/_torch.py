@@ -74,6 +74,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_transforming() -> bool:
+    """Whether this is inside of a transform of torch.func, so that any tensor may be transformed."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def local_tensor(tensor: DTensor) -> Tensor:
     """What a rank holds of a DTensor. ``to_local()`` makes a view of it each time, for autograd."""
     local = tensor._local_tensor
@@ -84,6 +89,13 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a kernel of ours may read a tensor: nothing traces, transforms or differentiates its use."""
     derived = torch.is_grad_enabled() and tensor.requires_grad
     return not derived and not is_compiling() and not is_transformed(tensor)
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of them are."""
+    if is_compiling() or is_transforming():
+        return False
+    return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors)
 
 
 def is_about_values(error: Exception) -> bool:

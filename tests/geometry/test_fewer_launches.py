@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
+from pathsgd.console.networks import ResNet
 from pathsgd.geometry import passes
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.gamma import measure_gammas
@@ -91,6 +93,29 @@ def test_batch_norms_as_one(kind, p, monkeypatch):
     assert len(joined[0].norms) == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) > 0
     for name, gamma in expected.items():
         torch.testing.assert_close(found[name].dense(), gamma.dense(), rtol=1e-12, atol=0)
+
+
+class Count(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is not torch.ops.aten.detach.default  # which does nothing
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_a_path_norm_takes_little_more_calls_than_a_forward_pass(with_grad, monkeypatch):
+    """On a GPU both take as long as they take to call."""
+    monkeypatch.setattr(passes, "_gains_by_joining", lambda device: True)
+    model, x = ResNet(width=2, classes=3).eval(), torch.ones(1, 3, 32, 32)
+    graph = pathsgd.trace(model, x)
+    with torch.set_grad_enabled(with_grad):
+        pathsgd.path_norm(model, graph)
+        with Count() as forward:
+            model(x)
+        with Count() as norm:
+            pathsgd.path_norm(model, graph)
+    assert norm.calls < 2 * forward.calls
 
 
 def test_what_else_is_read_is_not_joined():

@@ -13,9 +13,11 @@ from torch import nn
 
 import pathsgd
 from pathsgd.console.networks import Bottleneck, ResNet
+from pathsgd.geometry import range_check
 from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.range_check import has_room, measure_in_range
+from pathsgd.geometry.passes import powered_network
+from pathsgd.geometry.range_check import RangeCheck, has_room, measure_in_range
 from pathsgd.optim.gamma_cache import GammaCache
 
 LARGEST_ERROR = 1e-5
@@ -208,3 +210,24 @@ def test_steps_that_cannot_be_checked_are_left_room():
         assert cache.needs_exponents[cache.gamma_measurement, 2] != room
         pathsgd.path_norm(model, graph)  # looks at the way there alone
         assert has_room(graph, 2) == room
+
+
+size = st.just(0.0) | st.just(math.nan) | st.just(math.inf) | st.integers(-130, 60).map(lambda n: 2.0**n)
+sizes = st.lists(st.integers(-130, 45).map(lambda n: 2.0**n) | size, min_size=3, max_size=3)
+
+
+@given(p=st.sampled_from([1.0, 2.0]), least=sizes, largest=sizes)
+@example(p=2.0, least=[2.0**-90] * 3, largest=[1.0, 1.0, 2.0**10])
+@example(p=2.0, least=[2.0**-90] * 3, largest=[1.0, 1.0, 2.0**11])
+@example(p=2.0, least=[2.0**-60] * 3, largest=[1.0, 1.0, 2.0**40])
+@example(p=2.0, least=[1.0] * 3, largest=[1.0, 1.0, 2.0**41])
+@example(p=2.0, least=[1.0] * 3, largest=[1.0, math.nan, 1.0])
+def test_numbers_that_are_far_from_all_bounds_are_not_looked_at_one_by_one(p, least, largest):
+    model, graph = three_weights()
+    check = RangeCheck(powered_network(graph, graph.tensors(model), p))
+    for k, value in check.network.forward(graph.folded.graph.ends):
+        check.see(k, value, forward=True)
+    found = check.suspects([least, largest])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(range_check, "_are_between", lambda extremes, bounds: False)
+        assert check.suspects([least, largest]) == found

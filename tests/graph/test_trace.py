@@ -196,3 +196,28 @@ def test_what_is_written_in_place_is_what_it_says(written, monkeypatch):
     expected = pathsgd.gammas(other, x)
     for name in expected:
         assert torch.allclose(found[name].dense(), expected[name].dense())
+
+
+def test_tensors_are_those_that_torch_names():
+    """A parameter by its first name, a buffer by all, in torch's order; also of a module that is there
+    twice."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+            self.last.weight = self.first.weight
+            self.norms = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)])
+            self.again, self.nothing = self.norms[0], None
+            self.register_module("no_module", None)
+
+        def forward(self, x):
+            return self.last(self.again(self.norms[1](self.norms[0](self.first(x)))).relu())
+
+    model = Tied().eval()
+    found = pathsgd.trace(model, torch.ones(1, 3)).tensors(model)
+    expected = {**dict(model.named_parameters()), **dict(model.named_buffers(remove_duplicate=False))}
+    assert list(found) == list(expected)
+    assert all(found[name] is expected[name] for name in expected)
+    assert "again.running_mean" in found
+    assert not {"last.weight", "again.weight"} & set(found)

@@ -11,7 +11,7 @@ from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Multiply, Node, Redu
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 
 PRODUCTS = (Source, Multiply, Square)
-SUMS = (Linear, Conv, Add, AxisMap, Reduce)
+LOOKED = (*PRODUCTS, Linear, Conv, Add, AxisMap, Reduce)
 
 BEGIN = -1
 """Stands for all nodes whose gamma_in is 1."""
@@ -31,6 +31,10 @@ class GammaProduct(NamedTuple):
 class CheckedNodes:
     """The nodes of one graph as a check sees them."""
 
+    forward: frozenset[int]
+    """Those that are looked at on the way there. Views move numbers only."""
+    backward: frozenset[int]
+    """Those on the way back."""
     summands: frozenset[int]
     """What is too small to matter in a sum may be lost: the sum is looked at instead. Of a chain of sums
     every second one is."""
@@ -43,7 +47,9 @@ _found: weakref.WeakKeyDictionary[PathGraph, CheckedNodes] = weakref.WeakKeyDict
 def checked_nodes(graph: PathGraph) -> CheckedNodes:
     """Those of a graph that passes run over."""
     if graph not in _found:
-        _found[graph] = CheckedNodes(_find_summands(graph), tuple(_find_products(graph)))
+        looked = frozenset(k for k, node in enumerate(graph.nodes) if isinstance(node.operation, LOOKED))
+        summands, products = _find_summands(graph), tuple(_find_products(graph, looked))
+        _found[graph] = CheckedNodes(looked - summands, looked, summands, products)
     return _found[graph]
 
 
@@ -57,15 +63,14 @@ def _find_summands(graph: PathGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-def _find_products(graph: PathGraph) -> list[GammaProduct]:
+def _find_products(graph: PathGraph, looked: frozenset[int]) -> list[GammaProduct]:
     arriving: list[frozenset[int]] = []
 
     def arrives_at(node: Node) -> frozenset[int]:
         return frozenset().union(*(arriving[source] for source in node.inputs)) or frozenset([BEGIN])
 
     for k, node in enumerate(graph.nodes):
-        looked = isinstance(node.operation, (*PRODUCTS, *SUMS))
-        arriving.append(frozenset([k]) if looked else arrives_at(node))
+        arriving.append(frozenset([k]) if k in looked else arrives_at(node))
     of_parameter: dict[str, list[tuple[int, int]]] = {}
     for k, weight in graph.weights():
         if weight.parameter is not None:

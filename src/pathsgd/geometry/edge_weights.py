@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pathsgd._torch import foreach, is_plain
+from pathsgd._torch import are_plain, foreach
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.channel_norms import ChannelNorm
-from pathsgd.graph.nodes import Linear, Shape, Stored, Weight
+from pathsgd.graph.nodes import Shape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.sharded import any_sharded
 from pathsgd.graph.views import view_tensor
+from pathsgd.graph.weight_plan import Column, Vectors, keep_factors, stored_in
 
 Tensors = Mapping[str, Tensor]
 
@@ -39,105 +41,111 @@ class EdgeWeights:
     """The edge weights of a graph by node. Both passes and gamma ask for them, so each is computed once.
 
     In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; all of them are computed
-    together, on a GPU in a few launches. Powers of linear layers are computed block by block and never
-    stored, see :mod:`pathsgd.geometry.operations.contraction`.
+    together, in a few calls. Powers of linear layers are computed block by block and never stored, see
+    :mod:`pathsgd.geometry.operations.contraction`.
     """
 
     def __init__(self, graph: PathGraph, tensors: Tensors, arithmetic: Arithmetic) -> None:
         self.tensors, self.arithmetic = tensors, arithmetic
-        self._weights = dict(graph.weights())
+        self._plan = graph.weight_plan
         self._signed: dict[int, Tensor] = {}
-        self._powers: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._shifts: dict[int, Tensor] = {}
+        self._powers: dict[int, Tensor] = {}
+        self._factor_powers: dict[int, Tensor] = {}
+        self._columns: dict[Column, Tensor] = {}
+        self._of_norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._powered: frozenset[int] = frozenset()
         if not arithmetic.exponents and not math.isinf(arithmetic.p):
-            self._powered = frozenset(
-                k for k in self._weights if not isinstance(graph.nodes[k].operation, Linear)
-            )
+            self._powered = self._plan.powered
         self._of_powers = replace(arithmetic, as_given=True)
 
     def signed(self, k: int) -> Tensor:
         """The weights of node k's edges."""
         if k not in self._signed:
-            self._signed[k] = signed_weights(self._weights[k], self.tensors, self.arithmetic.dtype)
+            self._signed[k] = signed_weights(self._plan.weights[k], self.tensors, self.arithmetic.dtype)
         return self._signed[k]
 
     def for_operation(self, k: int) -> tuple[Arithmetic, Tensor | None]:
         """The arithmetic node k is computed in, with its weights or their powers."""
-        if k not in self._weights:
+        weight = self._plan.weights.get(k)
+        if weight is None:
             return self.arithmetic, None
         if k not in self._powered:
             return self.arithmetic, self.signed(k)
-        powers, _ = self._powers_of(k)
-        return self._of_powers, powers.expand(self._weights[k].shape)
+        powers = self._powers_of(k)
+        return self._of_powers, powers if powers.shape == weight.shape else powers.expand(weight.shape)
 
     def of_norm(self, norms: Mapping[int, ChannelNorm], k: int) -> tuple[Tensor, Tensor]:
         """Scale and shift of one of these norms, by channel."""
-        if not self._shifts:
-            powers = [[self._powers_of(j)[0] for j in norm.shifts] for norm in norms.values()]
-            self._shifts = dict(zip(norms, add_lists(powers), strict=True))
-        return self._powers_of(norms[k].scale)[0], self._shifts[k]
+        if not self._of_norms:
+            scales = [self._powers_of(norm.scale) for norm in norms.values()]
+            shifts = self._add_nodes([norm.shifts for norm in norms.values()])
+            self._of_norms = dict(zip(norms, zip(scales, shifts, strict=True), strict=True))
+        return self._of_norms[k]
 
     def factor_power(self, k: int) -> ExtendedFloat | None:
         """``|.|^p`` of what multiplies the parameter of node k's edges, or None if nothing does."""
-        weight = self._weights[k]
+        weight = self._plan.weights[k]
         if not weight.factors:
             return None
         if k not in self._powered:
             factors = signed_weights(replace(weight, parameter=None), self.tensors, self.arithmetic.dtype)
             return self.arithmetic.edges(factors, weight.shape)
-        _, power = self._powers_of(k)
-        return None if power is None else ExtendedFloat(power.expand(weight.shape))
+        kept = keep_factors(weight)
+        if not kept:
+            return None
+        if k not in self._factor_powers:
+            vectors = self._plan.vectors_of.get(k)
+            if vectors is None:
+                self._factor_powers[k] = self.arithmetic.power(self._multiply(kept))
+            else:
+                self._factor_powers.update(_split(vectors, self._power_columns(vectors.factors)))
+        return ExtendedFloat(self._factor_powers[k].expand(weight.shape))
 
-    def _powers_of(self, k: int) -> tuple[Tensor, Tensor | None]:
-        if not self._powers:
-            self._compute_powers(sorted(self._powered))
+    def _powers_of(self, k: int) -> Tensor:
+        """``|parameter * factors|^p`` of node k, and of others together with it. The product is taken before
+        the power, as with exponents, so that both are rounded alike."""
+        if k not in self._powers:
+            vectors = self._plan.vectors_of.get(k)
+            if vectors is None:
+                others = self._plan.others
+                products = [self._multiply(stored_in(self._plan.weights[j])) for j in others]
+                self._powers.update(zip(others, _take_powers(self.arithmetic, products), strict=True))
+            else:
+                self._powers.update(_split(vectors, self._power_columns(vectors.columns)))
         return self._powers[k]
 
-    def _compute_powers(self, nodes: list[int]) -> None:
-        """``|parameter * factors|^p`` and ``|factors|^p`` of several nodes together. The product is taken
-        before the power, as with exponents, so that both are rounded alike."""
-        weights = [self._weights[k] for k in nodes]
-        bases = self._bases(weights)
-        factors: list[Tensor | None] = [None] * len(weights)
-        kept = [_drop_signs(weight) for weight in weights]
-        for place in range(max(len(own) for own in kept)):
-            more = [_from_bases(own[place] if place < len(own) else None, bases) for own in kept]
-            factors = multiply_pairs(factors, more)
-        edges = multiply_pairs([_from_bases(w.parameter, bases) for w in weights], factors)
-        signed = [*edges, *factors]
-        powers = iter(_take_powers(self.arithmetic, [tensor for tensor in signed if tensor is not None]))
-        powered = [None if tensor is None else next(powers) for tensor in signed]
-        for k, edge, factor in zip(nodes, powered[: len(nodes)], powered[len(nodes) :], strict=True):
-            assert edge is not None
-            self._powers[k] = edge, factor
+    def _add_nodes(self, lists: Sequence[tuple[int, ...]]) -> Iterable[Tensor]:
+        """The sum of the powers of each list of nodes."""
+        places = [self._plan.vectors.get(nodes) for nodes in itertools.zip_longest(*lists)]
+        vectors = [place for place in places if place is not None]
+        if len(vectors) < len(places):
+            return add_lists([[self._powers_of(k) for k in own] for own in lists])
+        powers = [self._power_columns(each.columns) for each in vectors]
+        return (total for _, total in _split(vectors[0], functools.reduce(torch.add, powers)))
 
-    def _bases(self, weights: Sequence[Weight]) -> dict[_Base, Tensor]:
-        """The tensors that the weights are views of, each once."""
-        stored = {_base_key(s): s for w in weights for s in (w.parameter, *w.factors) if s is not None}
+    def _multiply(self, stored: Iterable[Stored]) -> Tensor:
         dtype = self.arithmetic.dtype
-        bases = {key: _base(replace(s, inverse_sigma=None), self.tensors, dtype) for key, s in stored.items()}
-        for epsilon in {s.inverse_sigma for s in stored.values() if s.inverse_sigma is not None}:
-            keys = [key for key, s in stored.items() if s.inverse_sigma == epsilon]
-            bases.update(zip(keys, _inverse_sigmas([bases[key] for key in keys], epsilon), strict=True))
-        return bases
+        return functools.reduce(torch.mul, (_view_stored(s, _base(s, self.tensors, dtype)) for s in stored))
+
+    def _power_columns(self, columns: Iterable[Column]) -> Tensor:
+        """``|.|^p`` of a product, of all that is laid one after the other."""
+        return self.arithmetic.power(functools.reduce(torch.mul, map(self._lay_out, columns)))
+
+    def _lay_out(self, column: Column) -> Tensor:
+        """The tensors of a column, one after the other."""
+        if column not in self._columns:
+            parts = [self.tensors[name] for name in column.names]
+            if any(part.dtype != self.arithmetic.dtype or part.dim() != 1 for part in parts):
+                parts = [self.arithmetic.cast(part).flatten() for part in parts]
+            joined = torch.cat(parts)
+            epsilon = column.inverse_sigma
+            self._columns[column] = joined if epsilon is None else _inverse_sigma(joined, epsilon)
+        return self._columns[column]
 
 
-_Base = tuple[str, tuple[float, ...], float | None]
-
-
-def _base_key(stored: Stored) -> _Base:
-    return stored.name, stored.literal, stored.inverse_sigma
-
-
-def _drop_signs(weight: Weight) -> tuple[Stored, ...]:
-    """The factors, without those whose powers are one, if anything is left then."""
-    kept = tuple(stored for stored in weight.factors if stored.literal not in ((1.0,), (-1.0,)))
-    return kept if kept or weight.parameter is not None else weight.factors
-
-
-def _from_bases(stored: Stored | None, bases: Mapping[_Base, Tensor]) -> Tensor | None:
-    return None if stored is None else _view_stored(stored, bases[_base_key(stored)])
+def _split(vectors: Vectors, joined: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """What was laid one after the other, by node."""
+    return zip(vectors.nodes, joined.reshape(vectors.shape).split_with_sizes(vectors.sizes), strict=True)
 
 
 def _base(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor:
@@ -147,8 +155,13 @@ def _base(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor
         shape = (-1,) if stored.views else stored.shape
         return _literal(stored.literal, shape, dtype or torch.get_default_dtype(), device)
     tensor = tensors[stored.name]
-    tensor = tensor if dtype is None else tensor.to(dtype)
-    return tensor if stored.inverse_sigma is None else _inverse_sigmas([tensor], stored.inverse_sigma)[0]
+    tensor = tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+    return tensor if stored.inverse_sigma is None else _inverse_sigma(tensor, stored.inverse_sigma)
+
+
+def _inverse_sigma(variance: Tensor, epsilon: float) -> Tensor:
+    """``1 / sqrt(variance + epsilon)``, rounded as the network's own batch norm does."""
+    return torch.rsqrt(variance + epsilon)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,14 +181,8 @@ def _view_stored(stored: Stored, base: Tensor, dtype: torch.dtype | None = None)
 
 def _worth_batching(tensors: Sequence[Tensor]) -> bool:
     """Whether a few launches for all tensors are worth more than the simplicity of one for each."""
-    return len(tensors) > 1 and all(t.is_cuda and not is_sharded(t) and is_plain(t) for t in tensors)
-
-
-def _inverse_sigmas(variances: list[Tensor], epsilon: float) -> list[Tensor]:
-    """``1 / sqrt(variance + epsilon)``, rounded as the network's own batch norm does."""
-    if _worth_batching(variances):
-        return list(foreach("rsqrt", foreach("add", variances, epsilon)))
-    return [torch.rsqrt(variance + epsilon) for variance in variances]
+    on_gpu = len(tensors) > 1 and all(tensor.is_cuda for tensor in tensors)
+    return on_gpu and are_plain(tensors) and not any_sharded(tensors)
 
 
 def _take_powers(arithmetic: Arithmetic, tensors: list[Tensor]) -> list[Tensor]:

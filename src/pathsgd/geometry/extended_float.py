@@ -8,6 +8,7 @@ are exact, so rescaling a network by powers of two changes no mantissa. ``e is N
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,11 +101,18 @@ class Arithmetic:
         for."""
         return 1.0 if math.isinf(self.p) else self.p
 
+    def cast(self, w: Tensor) -> Tensor:
+        """``w`` in the dtype of path weights. ``Tensor.to`` takes as long as a product of small tensors to
+        find that there is nothing to do."""
+        return w if w.dtype == self.dtype else w.to(self.dtype)
+
     def power(self, w: Tensor) -> Tensor:
         """``|w|^p``, by multiplications alone where p is a small integer: those are exact under
         scaling by powers of two."""
         if self.as_given:
             return w
+        if self.p == 2:
+            return w * w
         if self.order == 1:
             return w.abs()
         if self.order != int(self.order) or self.order > 64:
@@ -165,17 +173,13 @@ class Arithmetic:
         """The sum (or the maximum) of several values of one shape."""
         if len(values) == 1:
             return values[0]
-        exponents = [v.exponent for v in values if v.exponent is not None]
         parts = [v.mantissa for v in values]
-        highest = None
-        if exponents:
-            highest = exponents[0]
-            for e in exponents[1:]:
-                highest = torch.maximum(highest, e)
+        highest = values[0].exponent
+        if highest is not None:
+            for v in values[1:]:
+                highest = torch.maximum(highest, v.exponent)  # type: ignore[arg-type]
             parts = [self.shift(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
-        result = parts[0]
-        for part in parts[1:]:
-            result = torch.maximum(result, part) if math.isinf(self.p) else result + part
+        result = functools.reduce(torch.maximum if math.isinf(self.p) else torch.add, parts)
         return self.normalise(ExtendedFloat(result, highest))
 
     def multiply(self, x: ExtendedFloat, y: ExtendedFloat) -> ExtendedFloat:
@@ -215,8 +219,9 @@ class Arithmetic:
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> ExtendedFloat:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
-        w = w.to(self.dtype).reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
+        w = self.cast(w)
         if not self.exponents:
             return ExtendedFloat(self.power(w).expand(tuple(shape)))
+        w = w.reshape((1,) * (len(shape) - w.dim()) + tuple(w.shape))
         mantissa, exponent = exact_frexp(w)
         return ExtendedFloat(self.power(mantissa).expand(tuple(shape)), exponent)

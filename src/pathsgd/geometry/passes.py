@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pathsgd._torch import is_compiling, is_transformed
+from pathsgd._torch import is_compiling, is_transforming
 from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
@@ -23,7 +23,7 @@ from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.folding import Folded
 from pathsgd.graph.nodes import Begin, Square, Weighted
 from pathsgd.graph.path_graph import PathGraph, compute_dtype
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.sharded import any_sharded
 
 Values = dict[int, ExtendedFloat]
 
@@ -41,10 +41,11 @@ class PoweredNetwork:
     def join_norms(self) -> PoweredNetwork:
         """The same with batch norms as one, where that is faster: on a GPU, in plain floats."""
         plain = not self.arithmetic.exponents and not math.isinf(self.arithmetic.p)
-        tensors = self.edges.tensors.values()
-        if not plain or not _gains_by_joining(self.device) or any(map(is_sharded, tensors)):
+        if not plain or not _gains_by_joining(self.device):
             return self
-        if is_compiling() or any(map(is_transformed, tensors)):  # torch cannot look into a batch norm then
+        if is_compiling() or is_transforming():  # torch cannot look into a batch norm then
+            return self
+        if any_sharded(self.edges.tensors.values()):
             return self
         return replace(self, norms=self.graph.channel_norms)
 
@@ -69,29 +70,19 @@ class PoweredNetwork:
     def forward(self, wanted: Iterable[int]) -> Iterator[tuple[int, ExtendedFloat]]:
         """``gamma_in`` in order of evaluation, of the nodes ``wanted`` and of all before them:
         ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
-        nodes, asked = self.graph.nodes, set(wanted)
-        for k in reversed(range(len(nodes))):
-            if k in asked:
-                asked.update(self._sources(k))
-        last_reader = {source: k for k in sorted(asked) for source in self._sources(k)}
         gamma_in: Values = {}
-        for k in sorted(asked):
-            node = nodes[k]
-            inputs = [gamma_in[source] for source in self._sources(k)]
-            if k in self.norms:
-                scale, shift = self.edges.of_norm(self.norms, k)
-                gamma_in[k] = ExtendedFloat(apply_norm(inputs[0].mantissa, scale, shift))
+        edges, norms, device = self.edges, self.norms, self.device
+        for k, node, sources, used_up in self.graph.steps(frozenset(wanted), bool(self.norms)):
+            inputs = [gamma_in[source] for source in sources]
+            if k in norms:
+                value = ExtendedFloat(apply_norm(inputs[0].mantissa, *edges.of_norm(norms, k)))
             else:
-                arithmetic, weight = self.edges.for_operation(k)
-                gamma_in[k] = apply(arithmetic, node.operation, inputs, weight, node.shape, self.device)
-            yield k, gamma_in[k]
-            for source in self._sources(k):
-                if last_reader[source] == k:
-                    gamma_in.pop(source, None)
-
-    def _sources(self, k: int) -> tuple[int, ...]:
-        """The nodes that node k is computed from."""
-        return (self.norms[k].source,) if k in self.norms else self.graph.nodes[k].inputs
+                arithmetic, weight = edges.for_operation(k)
+                value = apply(arithmetic, node.operation, inputs, weight, node.shape, device)
+            gamma_in[k] = value
+            yield k, value
+            for source in used_up:
+                del gamma_in[source]
 
     def backward(self, gamma_in: Values) -> Iterator[tuple[int, ExtendedFloat]]:
         """``gamma_out`` of every node that paths leave, from the last to the first:

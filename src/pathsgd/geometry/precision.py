@@ -20,7 +20,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
     if _torch.is_compiling():  # settings cannot change inside a compiled graph
         yield
         return
-    with torch.autocast(device.type, enabled=False):
+    off = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+    with off:
         if device.type == "cpu":
             yield
         else:
@@ -63,3 +64,4 @@ class _Settings(contextlib.AbstractContextManager[None]):
 
 
 _SETTINGS = _Settings()
+_NOTHING = contextlib.nullcontext()

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, SUMS, checked_nodes
+from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, checked_nodes
 from pathsgd.geometry.edge_weights import Tensors, signed_weights
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, safe_bounds
+from pathsgd.geometry.extended_float import Arithmetic, Bounds, ExtendedFloat, safe_bounds
 from pathsgd.geometry.extended_float import safe_range as safe_range
 from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.passes import PoweredNetwork, Values, powered_network
@@ -64,18 +64,18 @@ class RangeCheck:
         self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def see(self, k: int, value: ExtendedFloat, forward: bool) -> None:
-        operation = self.network.graph.nodes[k].operation
-        if not isinstance(operation, (*PRODUCTS, *SUMS)) or not value.mantissa.numel():
-            return
-        if forward and k in self._nodes.summands:
-            return
         mantissa = value.mantissa
+        if k not in (self._nodes.forward if forward else self._nodes.backward) or not mantissa.numel():
+            return
+        operation = self.network.graph.nodes[k].operation
         if forward and isinstance(operation, Source):
             # A bias of zero is common and no reason for exponents.
             arithmetic, weight = self.network.edges.for_operation(k)
             assert weight is not None
             power = arithmetic.power(weight.to(arithmetic.dtype))
             mantissa = torch.where(self.network.edges.signed(k) == 0, 1, power)
+        if mantissa.requires_grad:
+            mantissa = mantissa.detach()
         self.looked.append((k, forward, *self._find_extremes(mantissa)))
         if not forward and isinstance(operation, Weighted):
             self._see_factors(k, operation.weight)
@@ -133,27 +133,32 @@ class RangeCheck:
         gamma_out is out of range. Remembers whether there is room."""
         arithmetic = self.network.arithmetic
         bounds = safe_bounds(arithmetic.dtype, arithmetic.order)
-        pairs = [(_log2(least), _log2(largest)) for least, largest in zip(*extremes, strict=True)]
-        seen, factors = pairs[: len(self.looked)], pairs[len(self.looked) :]
         forward_alone = all(forward for _, forward, *_ in self.looked)
         if forward_alone:
             # What a derivative will be multiplied by, of all that leaves the units, is not known.
             bounds = bounds._replace(largest=math.log2(safe_range(arithmetic.dtype)[2]))
+            if _are_between(extremes, bounds):
+                return set()
+        pairs = [(_log2(least), _log2(largest)) for least, largest in zip(*extremes, strict=True)]
+        seen, factors = pairs[: len(self.looked)], pairs[len(self.looked) :]
         top = max([0.0, *(largest for _, largest in seen)])
         room = bounds.largest - top
         if room < 0:
             return None
+        least_sum = bounds.least_sum(top)
         found = set()
         trusted: dict[tuple[int, bool], tuple[float, float]] = {(BEGIN, True): (0.0, 0.0)}
         for (k, forward, *_), (least, largest) in zip(self.looked, seen, strict=True):
             single = forward and isinstance(self.network.graph.nodes[k].operation, PRODUCTS)
-            bound = bounds.least_product if single else bounds.least_sum(top)
+            bound = bounds.least_product if single else least_sum
             if least == -math.inf:
                 # How small the rest is does not show, nor whether what it is multiplied by is as small.
                 bound = max(bound, -bounds.gamma / 2)
             if least < bound:
                 found.add((k, forward, 2.0**bound))
             trusted[k, forward] = max(least, bound), largest
+        if forward_alone:
+            return found
         by_node = {k: factor for (k, *_), factor in zip(self.factors, factors, strict=True)}
         for into, k, terms in self._nodes.products:
             arriving = [trusted[source, True] for source in into if (source, True) in trusted]
@@ -165,9 +170,8 @@ class RangeCheck:
             room = min(room, bounds.gamma - max(largest, larger, largest + larger))
             if room < 0 or min(least, least + smaller) < -bounds.gamma:
                 return None
-        if not forward_alone:
-            self.has_room = room >= ROOM
-            self._remember()
+        self.has_room = room >= ROOM
+        self._remember()
         return found
 
     def _remember(self) -> None:
@@ -271,10 +275,20 @@ def measure_in_range(
         return measure(powered_network(graph, tensors, p, exponents=True), None)
 
 
+def _are_between(extremes: Extremes, bounds: Bounds) -> bool:
+    """Whether no number is near a bound, whatever it is: as nearly always."""
+    least, largest = extremes
+    top = 2.0**bounds.largest
+    if not all(x <= top for x in largest):  # nor is nan
+        return False
+    low = 2.0 ** max(bounds.least_product, bounds.least_sum(_log2(max(1.0, *largest))))
+    return all(x >= low for x in least)
+
+
 def _log2(x: float) -> float:
-    if math.isnan(x):
-        return math.inf  # nothing is known of it
-    return math.log2(x) if x > 0 else -math.inf
+    if x > 0:
+        return math.log2(x)
+    return math.inf if math.isnan(x) else -math.inf  # nothing is known of nan
 
 
 def _indicator(x: Tensor, arithmetic: Arithmetic) -> ExtendedFloat:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import uncompiled
+from pathsgd._torch import is_compiling, module_dicts, uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.sharded import any_sharded, is_sharded
 
 if TYPE_CHECKING:
     from pathsgd.graph.channel_norms import ChannelNorm
+    from pathsgd.graph.evaluation import Step
     from pathsgd.graph.folding import Folded
+    from pathsgd.graph.weight_plan import WeightPlan
 
 
 class ParameterStatus(Enum):
@@ -146,6 +148,36 @@ class PathGraph:
 
         return find_channel_norms(self)
 
+    @functools.cached_property
+    def weight_plan(self) -> WeightPlan:
+        """How its weights are computed."""
+        from pathsgd.graph.weight_plan import plan_weights
+
+        return plan_weights(self)
+
+    @functools.cached_property
+    def _steps(self) -> dict[tuple[frozenset[int], bool], tuple[Step, ...]]:
+        return {}
+
+    def steps(self, wanted: frozenset[int], join_norms: bool) -> tuple[Step, ...]:
+        """The nodes in order of evaluation, those ``wanted`` and all before them.
+
+        Args:
+            wanted: their numbers.
+            join_norms: whether batch norms are computed as one.
+
+        Returns:
+            A :class:`pathsgd.graph.evaluation.Step` for each.
+        """
+        from pathsgd.graph.evaluation import order_steps
+
+        norms = self.channel_norms if join_norms else {}
+        if is_compiling():  # would be compiled again whenever another order is kept
+            return order_steps(self, wanted, norms)
+        if (wanted, join_norms) not in self._steps:
+            self._steps[wanted, join_norms] = order_steps(self, wanted, norms)
+        return self._steps[wanted, join_norms]
+
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.
 
@@ -191,19 +223,20 @@ class PathGraph:
                 values.
         """
         model = unwrap(model)
-        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        tensors, buffers = _named_tensors(model)
         for name in sorted(set(tensors) - set(self.parameters)):
             raise PathError(
                 f"the model has a parameter {name!r} that it did not have when it was traced; "
                 "trace the model again"
             )
         self.check(tensors)
-        for name in [name for name, tensor in tensors.items() if not sharded and is_sharded(tensor)]:
+        if not sharded and any_sharded(tensors.values()):
+            name = next(name for name, tensor in tensors.items() if is_sharded(tensor))
             raise PathError(
                 f"parameter {name!r} is sharded (a DTensor), and this is computed for whole parameters only: "
                 "do it before fully_shard, or on a model that was loaded from a full state_dict"
             )
-        tensors.update(model.named_buffers(remove_duplicate=False))
+        tensors.update(buffers)
         return tensors
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
@@ -218,12 +251,13 @@ class PathGraph:
         for name, info in self.parameters.items():
             if name not in tensors:
                 raise PathError(f"there is no parameter {name!r} any more; trace the model again")
-            if tuple(tensors[name].shape) != info.shape:
+            tensor = tensors[name]
+            if tensor.shape != info.shape:
                 raise PathError(
-                    f"parameter {name!r} has shape {tuple(tensors[name].shape)} but had "
+                    f"parameter {name!r} has shape {tuple(tensor.shape)} but had "
                     f"{info.shape} when the model was traced; trace it again"
                 )
-            if tensors[name].is_meta:
+            if tensor.is_meta:
                 raise PathError(f"parameter {name!r} is on the meta device and has no values to measure")
 
     def __repr__(self) -> str:
@@ -249,6 +283,30 @@ def traced_model(graph: PathGraph) -> nn.Module | None:
     return reference() if reference is not None else None
 
 
+def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """``named_parameters()`` and ``named_buffers(remove_duplicate=False)`` in one walk, in a quarter of the
+    time that those take."""
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    known: set[int] = set()
+    left = [("", model)]
+    while left:
+        prefix, module = left.pop()
+        children, own, kept = module_dicts(module)
+        for name, tensor in own.items() if own else ():
+            if tensor is not None and id(tensor) not in known:
+                known.add(id(tensor))
+                parameters[prefix + name] = tensor
+        for name, tensor in kept.items() if kept else ():
+            if tensor is not None:
+                buffers[prefix + name] = tensor
+        if children:
+            left += [
+                (f"{prefix}{name}.", each) for name, each in reversed(children.items()) if each is not None
+            ]
+    return parameters, buffers
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside the wrappers torch puts around it."""
     while True:
@@ -262,5 +320,4 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def compute_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     """Path quantities are computed in fp32, or in fp64 as soon as one tensor is."""
-    double = any(t.dtype == torch.float64 for t in tensors.values())
-    return torch.float64 if double else torch.float32
+    return torch.float64 if torch.float64 in {t.dtype for t in tensors.values()} else torch.float32

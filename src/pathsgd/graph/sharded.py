@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -14,10 +14,17 @@ from pathsgd._torch import forward_hooks, module_dicts, without_values
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.tensor import DTensor
 
+_SHARDED: tuple[type[Tensor], ...] = (DTensor,) if dist.is_available() else ()
+
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which a rank may hold a part only."""
-    return dist.is_available() and isinstance(tensor, DTensor)
+    return isinstance(tensor, _SHARDED)
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is; of many tensors there are few types."""
+    return any(issubclass(kind, _SHARDED) for kind in set(map(type, tensors)))
 
 
 @contextmanager

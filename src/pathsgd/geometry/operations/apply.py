@@ -16,7 +16,7 @@ from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import contract
 from pathsgd.geometry.operations.convolution import conv, transpose_conv
 from pathsgd.geometry.operations.extended_views import apply_view, cat
-from pathsgd.geometry.operations.windows import gather_index, window_matrix
+from pathsgd.geometry.operations.windows import window_powers
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
@@ -117,15 +117,16 @@ def adjoint(
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
     x = arithmetic.align(x, [operation.dim])
-    if operation.window.kind == "gather" and not operation.adjoint and -1 not in operation.window.index:
-        index = gather_index(operation.window.index, x.mantissa.device)
-        return ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent)
-    matrix = window_matrix(operation.window, arithmetic.dtype, x.mantissa.device)
-    edges = arithmetic.power(matrix.t() if operation.adjoint else matrix)
-    moved = x.mantissa.movedim(operation.dim, -1)
+    edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
+    after = x.mantissa.dim() - 1 - operation.dim
     if math.isinf(arithmetic.p):
+        moved = x.mantissa.movedim(operation.dim, -1)
         rows = [(moved * edge).amax(-1) for edge in edges]
-        mapped = torch.stack(rows, -1)
+        mapped = torch.stack(rows, operation.dim)
+    elif after == 0:
+        mapped = x.mantissa @ edges.t()
+    elif after == 1:
+        mapped = edges @ x.mantissa
     else:
-        mapped = moved @ edges.t()
-    return arithmetic.normalise(ExtendedFloat(mapped.movedim(-1, operation.dim), x.exponent))
+        mapped = (x.mantissa.movedim(operation.dim, -1) @ edges.t()).movedim(-1, operation.dim)
+    return arithmetic.normalise(ExtendedFloat(mapped, x.exponent))

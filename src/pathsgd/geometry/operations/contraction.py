@@ -31,7 +31,7 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
     if is_sharded(weight):
         return contract_shards(contract, arithmetic, x, weight)
-    weight = weight.to(arithmetic.dtype)
+    weight = arithmetic.cast(weight)
     if x.exponent is None:
         return ExtendedFloat(_contract(arithmetic, x.mantissa, weight))
     found = None

@@ -24,7 +24,7 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     """A convolution (or its transpose) in the powered network."""
     if is_sharded(weight):
         return conv_shards(conv, arithmetic, operation, x, weight)
-    weight = weight.to(arithmetic.dtype)
+    weight = arithmetic.cast(weight)
     head = None
     if x.exponent is None:
         edges = arithmetic.power(weight)

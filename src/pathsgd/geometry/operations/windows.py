@@ -7,19 +7,17 @@ import functools
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Shape, Window
+from pathsgd.geometry.extended_float import Arithmetic
+from pathsgd.graph.nodes import Window
 
 
 @functools.lru_cache(maxsize=256)
-def window_matrix(window: Window, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``A[o, i]``, the weight of the edge from entry i to entry o. Kept, so that a step copies nothing."""
-    return _matrix(window).to(device, dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def gather_index(index: Shape, device: torch.device) -> Tensor:
-    """The entries that are gathered. Kept likewise."""
-    return torch.tensor(index, device=device)
+def window_powers(window: Window, adjoint: bool, arithmetic: Arithmetic, device: torch.device) -> Tensor:
+    """``|A[o, i]|^p``, with A the weight of the edge from entry i to entry o; its transpose for the adjoint.
+    Kept, so that a step copies nothing."""
+    with torch.inference_mode(False):  # else nothing outside of it could keep it for a backward pass
+        powers = arithmetic.power(_matrix(window).to(device, arithmetic.dtype))
+        return powers.t() if adjoint else powers
 
 
 def _matrix(window: Window) -> Tensor:
