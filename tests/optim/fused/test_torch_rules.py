@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 import pathsgd
 from pathsgd import PathNormalized
 from pathsgd.graph.chains import chains
-from pathsgd.optim.fused.blocked import update_
+from pathsgd.optim.fused.blocked import Part, take_scratch, update_
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.triton_chain import TritonChain
 from pathsgd.optim.fused.implementation import LayerTensors
@@ -161,7 +161,8 @@ def test_a_step_counted_on_the_device():
     state = (torch.randn(6, 4), torch.rand(6, 4))
     known = Rule(lr=1e-2, step=3.0, **numbers)
     wanted, wanted_state = weight.clone(), tuple(s.clone() for s in state)
-    update_(wanted, grad, wanted_state, torch.ones(6, 4), known)
+    (scratch,) = take_scratch([wanted], torch.float32)
+    update_([Part(wanted, grad, wanted_state, torch.ones(6, 4), scratch)], known)
     kernels.update(0, LayerTensors(rule, rule, weight, grad, state), into=True, out=False)
     torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(state, wanted_state, rtol=1e-6, atol=1e-7)

@@ -106,28 +106,19 @@ def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         _torch.foreach("add_", steps, 1)
 
 
-def step_from_zero_(z: Tensor, h: Tensor, state: State, rule: Rule) -> None:
-    """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``z``, which is zero, and on the
-    state: z becomes what it moves by."""
-    computed = [s if s.dtype == h.dtype else s.to(h.dtype) for s in state]
-    step = torch.tensor(float(rule.step))
+def step_from_zero_(zs: list[Tensor], hs: list[Tensor], states: Sequence[list[Tensor]], rule: Rule) -> None:
+    """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``zs``, which are zero, and on
+    their states, a list of each kind: z becomes what it moves by."""
+    dtype = hs[0].dtype
+    computed = [[s if s.dtype == dtype else s.to(dtype) for s in own] for own in states]
+    steps = [torch.tensor(float(rule.step))] * len(zs)
     common: dict[str, Any] = {"lr": float(rule.lr), "weight_decay": 0.0, "eps": rule.eps, "maximize": False}
     if rule.method == "adagrad":
-        _torch.fused_adagrad([z], [h], computed, [step], lr_decay=rule.lr_decay, **common)
+        _torch.fused_adagrad(zs, hs, *computed, steps, lr_decay=rule.lr_decay, **common)
     else:
         first, second = rule.betas
-        _torch.fused_adam(
-            [z],
-            [h],
-            computed[:1],
-            computed[1:],
-            [],
-            [step],
-            beta1=first,
-            beta2=second,
-            amsgrad=False,
-            **common,
-        )
-    for kept, new in zip(state, computed, strict=True):
-        if kept is not new:
-            kept.copy_(new)
+        _torch.fused_adam(zs, hs, *computed, [], steps, beta1=first, beta2=second, amsgrad=False, **common)
+    for own, new in zip(states, computed, strict=True):
+        for kept, found in zip(own, new, strict=True):
+            if kept is not found:
+                kept.copy_(found)
