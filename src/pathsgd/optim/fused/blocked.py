@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ BLOCK = 1 << 21
 """Entries of a block: large, so that the calls of torch cost little beside it."""
 MOST_SHAPES = 64
 """Lists of shapes whose blocks are kept."""
-_scratch = threading.local()
 
 
 class Blocked:
@@ -30,7 +28,7 @@ class Blocked:
 
     def __init__(self, p: int, dtype: torch.dtype) -> None:
         self.p, self.dtype = p, dtype
-        self._moved = False
+        _, self._low, self._high = safe_range(dtype)
 
     def start(self, into: Sequence[Tensor], out: Sequence[Tensor], frame: ExponentFrame) -> None:
         self.frame, self._lengths = frame, [len(vector) for vector in (*into, *out)]
@@ -41,6 +39,11 @@ class Blocked:
         self.next_into, self.next_out = views[: len(into)], views[len(into) :]
         # No step changes gamma_in of what a chain reads and gamma_out of what it returns.
         self._begins_at_one, self._ends_at_one = bool((into[0] == 1).all()), bool((out[-1] == 1).all())
+        self._sums_squares = self._begins_at_one and self.p == 2
+        count = len(into)
+        self._into_factors = [frame.into_factor(k) for k in range(count - 1)]
+        self._bias_factors = [frame.bias_factor(k) for k in range(count - 1)]
+        self._out_factors = [1.0, *(frame.out_factor(k) for k in range(1, count))]
         self._roots: dict[bool, Roots] = {}
         self._current: set[bool] = set()
         self._dead: Tensor | None = None
@@ -53,94 +56,105 @@ class Blocked:
     def roots(self, rule: Rule) -> Roots:
         """What a step multiplies by: ``gamma^(-1/2)``, or ``1 / gamma`` for a plain rule."""
         plain = is_plain(rule)
-        if plain not in self._roots:
-            self._roots[plain] = Roots(self._lengths, self.frame, self.dtype, power=2 if plain else 1)
         if plain not in self._current:
+            if plain not in self._roots:
+                ends = self._begins_at_one, self._ends_at_one
+                self._roots[plain] = Roots(self._lengths, self.frame, self.dtype, 2 if plain else 1, ends)
             self._roots[plain].fill(self._sums, self.p, self._dead)
             self._current.add(plain)
         return self._roots[plain]
 
     def run(self, layers: Sequence[LayerTensors], launch: Launch) -> None:
-        self._moved = sum(layer.weight.numel() for layer in layers) <= BLOCK
-        if self._moved:
-            self._move_together(layers)
-        launch(layers)
-        self._moved = False
-
-    def _move_together(self, layers: Sequence[LayerTensors]) -> None:
-        """Moves all layers by the calls of torch that one would take."""
+        if sum([layer.weight.numel() for layer in layers]) > BLOCK:
+            launch(layers)
+            return
         tensors = [t for layer in layers for t in (layer.weight, layer.bias) if t is not None]
-        blocks = iter(take_scratch(tensors, self.dtype))
-        parts: dict[int, tuple[Rule, list[Part]]] = {}
+        scratch = take_scratch(tensors, self.dtype)
+        for rule in {id(rule): rule for own in layers for rule in (own.rule, own.bias_rule)}.values():
+            self._move_together(rule, layers, scratch)
+        self._sum_together(layers, [own for own in scratch if own.block.dim() > 1])
+        self.finish()
+
+    def _move_together(self, rule: Rule, layers: Sequence[LayerTensors], scratch: Sequence[Scratch]) -> None:
+        """Moves all tensors of one rule by the calls of torch that one of them would take."""
+        roots, own, parts = self.roots(rule), iter(scratch), []
         for k, layer in enumerate(layers):
-            part = self._weight_part(k, layer, None, next(blocks))
-            parts.setdefault(id(layer.rule), (layer.rule, []))[1].append(part)
+            block = next(own)
+            if layer.rule is rule:
+                root = roots.of_weight(k, block.block)
+                parts.append(Part(layer.weight, layer.weight_grad, layer.weight_state, root, block))
             if layer.bias is not None:
-                part = self._bias_part(k, layer, next(blocks))
-                parts.setdefault(id(layer.bias_rule), (layer.bias_rule, []))[1].append(part)
-        for rule, own in parts.values():
-            update_(own, rule, all_live=self._dead is None)
+                block = next(own)
+                if layer.bias_rule is rule and layer.bias_grad is not None:
+                    parts.append(Part(layer.bias, layer.bias_grad, layer.bias_state, roots.bias[k], block))
+        update_(parts, rule, self._dead is None)
+
+    def _sum_together(self, layers: Sequence[LayerTensors], scratch: Sequence[Scratch]) -> None:
+        """Both sums of all layers, whose powers are held at the same time."""
+        last = len(layers) - 1
+        for k, (layer, own) in enumerate(zip(layers, scratch, strict=True)):
+            self._raise_to_p(k, layer.weight, own)
+            if k < last:
+                self._sum_into(k, layer.weight, self.next_into[k + 1], own)
+                self._close_into(k, layer.bias)
+        for k in range(last, 0, -1):
+            torch.mv(scratch[k].transposed, self.next_out[k], out=self.next_out[k - 1])
+            self._close_out(k)
 
     def update(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
-        if self._moved:
-            self.sum_powers(k, layer, into=into, out=out)
-            return
-        if layer.bias is not None:
-            part = self._bias_part(k, layer, *take_scratch([layer.bias], self.dtype))
-            update_([part], layer.bias_rule, all_live=self._dead is None)
-        for rows in _blocks(layer):
-            weight = _rows(layer.weight, rows)
-            part = self._weight_part(k, layer, rows, *take_scratch([weight], self.dtype))
-            update_([part], layer.rule, all_live=self._dead is None)
-            self._sum_rows(k, weight, rows, into, out)
-        self._close_sums(k, layer, into, out)
-
-    def _weight_part(self, k: int, layer: LayerTensors, rows: slice | None, scratch: Scratch) -> Part:
-        roots = self.roots(layer.rule)
-        head, tail = _rows(roots.out[k], rows), roots.into[k]
-        if k == 0 and self._begins_at_one:
-            root = head
-        elif k == len(roots.out) - 1 and self._ends_at_one and roots.factors[k] == 1:
-            root = tail
-        else:
-            root = torch.mul(head, tail, out=scratch.block)
-        state = layer.weight_state if rows is None else tuple(s[rows] for s in layer.weight_state)
-        return Part(_rows(layer.weight, rows), _rows(layer.weight_grad, rows), state, root, scratch)
-
-    def _bias_part(self, k: int, layer: LayerTensors, scratch: Scratch) -> Part:
-        assert layer.bias is not None
-        assert layer.bias_grad is not None
-        root = self.roots(layer.bias_rule).bias[k]
-        return Part(layer.bias, layer.bias_grad, layer.bias_state, root, scratch)
+        self._pass(k, layer, into, out, move=True)
 
     def sum_powers(self, k: int, layer: LayerTensors, *, into: bool, out: bool) -> None:
-        for rows in _blocks(layer):
-            self._sum_rows(k, _rows(layer.weight, rows), rows, into, out)
-        self._close_sums(k, layer, into, out)
+        self._pass(k, layer, into, out, move=False)
 
-    def _sum_rows(self, k: int, weight: Tensor, rows: slice | None, into: bool, out: bool) -> None:
-        """Of the stored weights, which low precision has rounded."""
-        if into and k == 0 and self._begins_at_one and self.p == 2:
-            total = _rows(self.next_into[1], rows)
-            torch.linalg.vector_norm(weight, dim=1, dtype=self.dtype, out=total).square_()
-        elif into or out:
+    def _pass(self, k: int, layer: LayerTensors, into: bool, out: bool, move: bool) -> None:
+        all_live = self._dead is None
+        if move and layer.bias is not None and layer.bias_grad is not None:
+            root = self.roots(layer.bias_rule).bias[k]
+            (scratch,) = take_scratch([layer.bias], self.dtype)
+            part = Part(layer.bias, layer.bias_grad, layer.bias_state, root, scratch)
+            update_([part], layer.bias_rule, all_live)
+        step = max(BLOCK // max(layer.columns, 1), 1)
+        for start in range(0, layer.rows, step):
+            rows = slice(start, start + step)
+            weight = layer.weight[rows]
             (scratch,) = take_scratch([weight], self.dtype)
-            edges = _power_into(scratch.block, weight, self.p)
+            if move:
+                root = self.roots(layer.rule).of_weight(k, scratch.block, rows)
+                state = tuple(s[rows] for s in layer.weight_state)
+                update_([Part(weight, layer.weight_grad[rows], state, root, scratch)], layer.rule, all_live)
+            if into or out:
+                self._raise_to_p(k, weight, scratch)
             if into:
-                torch.mv(edges, self.next_into[k], out=_rows(self.next_into[k + 1], rows))
-            if out and (rows is None or rows.start == 0):
-                torch.mv(scratch.transposed, _rows(self.next_out[k], rows), out=self.next_out[k - 1])
+                self._sum_into(k, weight, self.next_into[k + 1][rows], scratch)
+            if out and start == 0:
+                torch.mv(scratch.transposed, self.next_out[k][rows], out=self.next_out[k - 1])
             elif out:
-                self.next_out[k - 1].addmv_(scratch.transposed, _rows(self.next_out[k], rows))
-
-    def _close_sums(self, k: int, layer: LayerTensors, into: bool, out: bool) -> None:
+                self.next_out[k - 1].addmv_(scratch.transposed, self.next_out[k][rows])
         if into:
-            total = _multiply(self.next_into[k + 1], self.frame.into_factor(k))
-            if layer.bias is not None:
-                bias = _times(layer.bias.to(self.dtype), self.frame.bias_factor(k))
-                _add_power(total, bias, self.p)
+            self._close_into(k, layer.bias)
         if out:
-            _multiply(self.next_out[k - 1], self.frame.out_factor(k))
+            self._close_out(k)
+
+    def _raise_to_p(self, k: int, weight: Tensor, scratch: Scratch) -> None:
+        """Of the stored weights, which low precision has rounded."""
+        if k > 0 or not self._sums_squares:
+            _power_into(scratch.block, weight, self.p)
+
+    def _sum_into(self, k: int, weight: Tensor, total: Tensor, scratch: Scratch) -> None:
+        if k == 0 and self._sums_squares:  # torch does it in one pass
+            torch.linalg.vector_norm(weight, dim=1, dtype=self.dtype, out=total).square_()
+        else:
+            torch.mv(scratch.block, self.next_into[k], out=total)
+
+    def _close_into(self, k: int, bias: Tensor | None) -> None:
+        total = _multiply(self.next_into[k + 1], self._into_factors[k])
+        if bias is not None:
+            bias = bias if bias.dtype == self.dtype else bias.to(self.dtype)
+            _add_power(total, _times(bias, self._bias_factors[k]), self.p)
+
+    def _close_out(self, k: int) -> None:
+        _multiply(self.next_out[k - 1], self._out_factors[k])
 
     def on_device(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -159,20 +173,27 @@ class Blocked:
         sums, before, self._dead = self._sums, self._dead, None
         if not sums.numel():
             return True
-        _, low, high = safe_range(self.dtype)
-        least, most = (float(x) for x in sums.aminmax())
+        lowest, highest = sums.aminmax()
+        least, most = lowest.item(), highest.item()
         if least > 0:
-            return low <= least and most <= high
+            return self._low <= least and most <= self._high
         self._dead = ~(sums > 0)
         if not first and bool((self._dead if before is None else self._dead & ~before).any()):
             return False
-        return bool(torch.where(self._dead, 1.0, sums).min() >= low) and most <= high
+        return bool(torch.where(self._dead, 1.0, sums).min() >= self._low) and most <= self._high
 
 
 class Roots:
     """The inverse roots of all vectors, or their squares: one number for each input and output of a layer."""
 
-    def __init__(self, lengths: Sequence[int], frame: ExponentFrame, dtype: torch.dtype, power: int) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        frame: ExponentFrame,
+        dtype: torch.dtype,
+        power: int,
+        ends_are_one: tuple[bool, bool],
+    ) -> None:
         self.power, count = power, len(lengths) // 2
         self._whole = torch.empty(sum(lengths), dtype=dtype, device="cpu")
         views = self._whole.split(list(lengths))
@@ -185,12 +206,26 @@ class Roots:
         ]
         """Of the biases, whose gamma_in is 1."""
         self.out = [x.unsqueeze(1) for x in out]
+        begins_at_one, ends_at_one = ends_are_one
+        self._by_rows = 0 if begins_at_one else -1
+        """The layer with one number for a row, those of its columns being 1."""
+        self._by_columns = count - 1 if ends_at_one and self.factors[-1] == 1 else -1
+        self._framed = any(f != 1 for f in (*self.factors, *self._bias_factors))
+
+    def of_weight(self, k: int, block: Tensor, rows: slice | None = None) -> Tensor:
+        """Of these rows of layer k, made in ``block`` if need be."""
+        if k == self._by_columns:
+            return self.into[k]
+        out = self.out[k] if rows is None else self.out[k][rows]
+        return out if k == self._by_rows else torch.mul(out, self.into[k], out=block)
 
     def fill(self, sums: Tensor, p: int, dead: Tensor | None) -> None:
         """From the sums, of which those that are not positive are ``dead``."""
         inverse_power(sums, self.power, p, out=self._whole)
         if dead is not None:
             self._whole.masked_fill_(dead, 0)
+        if not self._framed:
+            return
         for out, factor, bias, bias_factor in zip(
             self.out, self.factors, self.bias, self._bias_factors, strict=True
         ):
@@ -230,7 +265,7 @@ def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False) -> None:
         for weight, root in zip(weights, roots, strict=True):
             weight.mul_(1 - (root > 0).to(root.dtype) * (rule.lr * decay))
     elif decay:
-        _torch.foreach("mul_", weights, 1 - lr * decay)
+        _multiply_all(weights, 1 - lr * decay)
     if is_plain(rule):
         _move(weights, grads, roots, lr if rule.maximize else -lr)
         return
@@ -238,8 +273,8 @@ def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False) -> None:
     momentum_alone = rule.method == "sgd" and not rule.nesterov and not rule.coupled_decay
     if momentum_alone and _are_alike(*states, grads, roots):
         # apply_momentum in two passes: h is not stored.
-        _torch.foreach("mul_", states[0], rule.momentum)
-        _move(states[0], grads, roots, -1.0 if rule.maximize else 1.0)
+        _multiply_all(states[0], rule.momentum)
+        _torch.foreach("addcmul_", states[0], grads, roots, value=-1.0 if rule.maximize else 1.0)
         _move(weights, states[0], roots, -lr)
         return
     hs = [torch.mul(grad, root, out=scratch.h) for _, grad, _, root, scratch in parts]
@@ -272,30 +307,47 @@ def _move(weights: list[Tensor], us: list[Tensor], roots: list[Tensor], rate: fl
         weight.add_((rate * (u.to(root.dtype) * root)).to(weight.dtype))
 
 
+def _multiply_all(tensors: list[Tensor], factor: float) -> None:
+    # A number would be made a tensor for each of them, which takes longer than to multiply a small one.
+    _torch.foreach("mul_", tensors, torch.full((), factor, dtype=torch.float64, device="cpu"))
+
+
 def _are_alike(*lists: Sequence[Tensor]) -> bool:
     """Whether they have one dtype."""
     return len({tensor.dtype for tensors in lists for tensor in tensors}) == 1
 
 
-def take_scratch(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Scratch]:
+def take_scratch(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Scratch]:
     """Blocks of these tensors' shapes to compute in, kept for all steps of a thread: to allocate them anew
     takes as long as half a step. With fp32 they take 24 MB at most, or three rows of a layer."""
     shapes = tuple([tensor.shape for tensor in tensors])
-    count, kept = 3 * sum(map(math.prod, shapes)), getattr(_scratch, "memory", None)
-    if kept is None or kept.dtype != dtype or kept.numel() < count:
-        _scratch.memory = kept = torch.empty(count, dtype=dtype, device="cpu")
-        _scratch.blocks = {}
-    blocks: dict[tuple[torch.Size, ...], list[Scratch]] = _scratch.blocks
-    if shapes not in blocks:
-        if len(blocks) == MOST_SHAPES:
-            blocks.clear()
-        blocks[shapes], start = [], 0
-        for shape in shapes:
-            stop = start + 3 * math.prod(shape)
-            block, h, z = kept[start:stop].view(3, *shape).unbind()
-            blocks[shapes].append(Scratch(block, block.mT if len(shape) > 1 else block, h, z))
-            start = stop
-    return blocks[shapes]
+    found = _kept.blocks.get((shapes, dtype))
+    return _make_scratch(shapes, dtype) if found is None else found
+
+
+def _make_scratch(shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> list[Scratch]:
+    counts = [3 * shape.numel() for shape in shapes]
+    if _kept.memory.dtype != dtype or _kept.memory.numel() < sum(counts):
+        _kept.memory = torch.empty(sum(counts), dtype=dtype, device="cpu")
+        _kept.blocks.clear()
+    if len(_kept.blocks) == MOST_SHAPES:
+        _kept.blocks.clear()
+    found = _kept.blocks[shapes, dtype] = []
+    for shape, own in zip(shapes, _kept.memory[: sum(counts)].split(counts), strict=True):
+        block, h, z = own.view(3, *shape).unbind()
+        found.append(Scratch(block, block.mT if len(shape) > 1 else block, h, z))
+    return found
+
+
+class _Kept(threading.local):
+    """By a thread."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, device="cpu")
+        self.blocks: dict[tuple[tuple[torch.Size, ...], torch.dtype], list[Scratch]] = {}
+
+
+_kept = _Kept()
 
 
 def is_plain(rule: Rule) -> bool:
@@ -310,20 +362,6 @@ def inverse_power(x: Tensor, power: int, p: int, out: Tensor) -> None:
     torch.rsqrt(x, out=out) if power < p else torch.reciprocal(x, out=out)
     if power > p:
         out.mul_(out)
-
-
-def _blocks(layer: LayerTensors) -> Iterator[slice | None]:
-    """Its rows, so many at a time that they are a block; None for all of them."""
-    step = max(BLOCK // max(layer.columns, 1), 1)
-    if layer.rows <= step:
-        yield None
-        return
-    for start in range(0, layer.rows, step):
-        yield slice(start, min(start + step, layer.rows))
-
-
-def _rows(x: Tensor, rows: slice | None) -> Tensor:
-    return x if rows is None else x[rows]
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
