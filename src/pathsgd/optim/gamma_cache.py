@@ -213,6 +213,11 @@ class GammaCache:
             self._writes.forget()
             self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
+        if not (self._found or self._captured or self._backward_start):  # all were carried by their chains
+            self._writes.forget()
+            self._read, self._used = None, []
+            self._steps += 1
+            return
         # Those that the step has read, if it has: none has been replaced since.
         tensors, self._read = self._read or self._model_tensors.read(self.graph), None
         now = self._find_versions(tensors)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
 from pathsgd import PathNormalized
 from pathsgd.graph.chains import chains
-from pathsgd.optim.fused.blocked import update_
+from pathsgd.optim.fused.blocked import Part, take_scratch, update_
 from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.triton_chain import TritonChain
 from pathsgd.optim.fused.implementation import LayerTensors
@@ -77,6 +78,59 @@ def test_in_double_precision_they_agree_to_rounding(name):
     found, optimizer = train(model, name, implementation="blocked", steps=10)
     assert is_fused(optimizer)
     assert_close(found, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_large_chain_in_blocks_of_rows(name, monkeypatch):
+    model = stack(7, 20, 33, 5, dtype=torch.float64)
+    expected, _ = train(copy.deepcopy(model), name, implementation="reference", steps=10)
+    monkeypatch.setattr("pathsgd.optim.fused.blocked.BLOCK", 100)  # five rows of the widest layer
+    found, optimizer = train(model, name, implementation="blocked", steps=10)
+    assert is_fused(optimizer)
+    assert_close(found, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("block", [100, 1 << 21])
+def test_groups_with_rules_of_their_own(block, monkeypatch):
+    """Biases without decay, and one layer at another rate."""
+    monkeypatch.setattr("pathsgd.optim.fused.blocked.BLOCK", block)
+
+    model = stack(7, 20, 33, 5, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    for own, kind in ((model, "blocked"), (expected, "reference")):
+        weights, biases = ([p for p in own.parameters() if p.dim() == n] for n in (2, 1))
+        groups = [
+            {"params": weights[1:]},
+            {"params": weights[:1], "lr": 1e-2},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+        optimizer = PathNormalized(
+            AdamW, groups, pathsgd.trace(own), lr=1e-3, weight_decay=0.5, implementation=kind
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for p in own.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            optimizer.step()
+        assert is_fused(optimizer) == (kind == "blocked")
+    assert_close(model, expected, rtol=1e-13)
+
+
+def test_a_small_chain_moves_by_few_calls():
+    """Each costs as much as the work on some thousands of numbers."""
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    for name, most in {"SGD": 20, "AdamW": 40}.items():
+        _, optimizer = train(stack(7, 20, 33, 5), name, implementation="blocked")
+        with Calls() as calls:
+            optimizer.step()
+        assert 0 < calls.count <= most
 
 
 @pytest.mark.parametrize("kind", ["blocked"])
@@ -161,7 +215,8 @@ def test_a_step_counted_on_the_device():
     state = (torch.randn(6, 4), torch.rand(6, 4))
     known = Rule(lr=1e-2, step=3.0, **numbers)
     wanted, wanted_state = weight.clone(), tuple(s.clone() for s in state)
-    update_(wanted, grad, wanted_state, torch.ones(6, 4), known)
+    (scratch,) = take_scratch([wanted], torch.float32)
+    update_([Part(wanted, grad, wanted_state, torch.ones(6, 4), scratch)], known)
     kernels.update(0, LayerTensors(rule, rule, weight, grad, state), into=True, out=False)
     torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(state, wanted_state, rtol=1e-6, atol=1e-7)

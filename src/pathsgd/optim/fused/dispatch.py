@@ -78,6 +78,10 @@ class Dispatch:
         self.choice, self.gamma_cache = choice, gamma_cache
         self.parameters: dict[str, Tensor] = dict(gamma_cache.model.named_parameters())
         self.chains = chains(graph)
+        self._tensors_of = [
+            [self.parameters[name] for layer in chain for name in (layer.weight, layer.bias) if name]
+            for chain in self.chains
+        ]
         self.last_kinds: dict[int, Kind] = {}
         """Which implementation the last step gave to each parameter, by id."""
         self._chain_steps: dict[tuple[object, ...], ChainStep] = {}
@@ -106,9 +110,7 @@ class Dispatch:
             id(p): rule for group in groups
             for p, rule in zip(group.parameters, state.count_next(*group), strict=True)
         }  # fmt: skip
-        for chain in self.chains:
-            names = [n for layer in chain for n in (layer.weight, layer.bias) if n is not None]
-            tensors = [self.parameters[name] for name in names]
+        for k, (chain, tensors) in enumerate(zip(self.chains, self._tensors_of, strict=True)):
             own = [rules[id(t)] for t in tensors if id(t) in rules]
             if len(own) < len(tensors) or own[0].p not in POWERS:
                 continue
@@ -118,7 +120,7 @@ class Dispatch:
             kind = choose(self.choice, layers)
             if kind is None:
                 continue
-            step = self._chain_step(chain, layers, kind)
+            step = self._chain_step(k, layers, kind)
             if step.carries(tensors) or step.start(self.gamma_cache.gammas(own[0].p), layers, tensors):
                 self.last_kinds.update(dict.fromkeys(map(id, tensors), kind))
                 yield ReadyChain(step, layers, tensors)
@@ -157,11 +159,11 @@ class Dispatch:
         for step in self._chain_steps.values():
             step.forget()
 
-    def _chain_step(self, chain: Chain, layers: list[LayerTensors], kind: Kind) -> ChainStep:
+    def _chain_step(self, k: int, layers: list[LayerTensors], kind: Kind) -> ChainStep:
         weight, p = layers[0].weight, int(layers[0].rule.p)
-        key = (chain, p, kind, weight.device, weight.dtype)
+        key = (k, p, kind, weight.device, weight.dtype)
         if key not in self._chain_steps:
-            self._chain_steps[key] = ChainStep(chain, make(kind, chain, p, weight))
+            self._chain_steps[key] = ChainStep(self.chains[k], make(kind, self.chains[k], p, weight))
         return self._chain_steps[key]
 
     def _layer_tensors(self, layer: Layer, rules: Mapping[int, Rule], state: OptimizerState) -> LayerTensors:

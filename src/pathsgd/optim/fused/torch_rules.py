@@ -6,7 +6,6 @@ State has torch's names, shapes and devices, so one step may be fused and the ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,13 +49,6 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any], p: float) -> Rule | Non
     )
 
 
-def _next_step(count: float | Tensor) -> float | Tensor:
-    """On a GPU the tensor itself is incremented before the kernels read it, see :func:`count_step`."""
-    if isinstance(count, Tensor) and count.device.type != "cpu":
-        return count
-    return float(count) + 1
-
-
 def make_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Makes the state that torch would make at a parameter's first step."""
     if isinstance(optimizer, SGD):
@@ -94,40 +86,36 @@ class TorchState:
     def count_next(self, rule: Rule, parameters: Sequence[Tensor]) -> list[Rule]:
         if rule.method == "sgd":
             return [rule for _ in parameters]
-        steps = [_next_step(self.state[parameter]["step"]) for parameter in parameters]
-        made = {step: replace(rule, step=step) for step in {*steps}}
+        counts = [self.state[parameter]["step"] for parameter in parameters]
+        # On a GPU the tensor itself is incremented before the kernels read it, see count_step.
+        steps = [count.item() + 1 if count.is_cpu else count for count in counts]
+        made = {step: rule.at_step(step) for step in {*steps}}
         return [made[step] for step in steps]
 
 
 def count_step(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """One step more for each of these."""
     steps = [optimizer.state[parameter]["step"] for parameter in parameters if not isinstance(optimizer, SGD)]
-    if steps:
+    if steps and all(step.is_cpu for step in steps):
+        # A number would be made a tensor for each of them.
+        _torch.foreach("add_", steps, torch.ones((), device="cpu"), alpha=1)
+    elif steps:
         _torch.foreach("add_", steps, 1)
 
 
-def step_from_zero_(z: Tensor, h: Tensor, state: State, rule: Rule) -> None:
-    """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``z``, which is zero, and on the
-    state: z becomes what it moves by."""
-    computed = [s if s.dtype == h.dtype else s.to(h.dtype) for s in state]
-    step = torch.tensor(float(rule.step))
+def step_from_zero_(zs: list[Tensor], hs: list[Tensor], states: Sequence[list[Tensor]], rule: Rule) -> None:
+    """AdaGrad's or Adam's step by torch's own fused CPU kernel, in place on ``zs``, which are zero, and on
+    their states, a list of each kind: z becomes what it moves by."""
+    dtype = hs[0].dtype
+    computed = [[s if s.dtype == dtype else s.to(dtype) for s in own] for own in states]
+    steps = [torch.full((), float(rule.step), dtype=torch.float32, device="cpu")] * len(zs)
     common: dict[str, Any] = {"lr": float(rule.lr), "weight_decay": 0.0, "eps": rule.eps, "maximize": False}
     if rule.method == "adagrad":
-        _torch.fused_adagrad([z], [h], computed, [step], lr_decay=rule.lr_decay, **common)
+        _torch.fused_adagrad(zs, hs, *computed, steps, lr_decay=rule.lr_decay, **common)
     else:
         first, second = rule.betas
-        _torch.fused_adam(
-            [z],
-            [h],
-            computed[:1],
-            computed[1:],
-            [],
-            [step],
-            beta1=first,
-            beta2=second,
-            amsgrad=False,
-            **common,
-        )
-    for kept, new in zip(state, computed, strict=True):
-        if kept is not new:
-            kept.copy_(new)
+        _torch.fused_adam(zs, hs, *computed, [], steps, beta1=first, beta2=second, amsgrad=False, **common)
+    for own, new in zip(states, computed, strict=True):
+        for kept, found in zip(own, new, strict=True):
+            if kept is not found:
+                kept.copy_(found)

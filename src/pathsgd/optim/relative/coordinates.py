@@ -23,6 +23,7 @@ from pathsgd.optim.relative.growth import NOISE
 from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
 from pathsgd.optim.relative.sizes import SizeTable
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units
+from pathsgd.optim.rule import multi_tensor
 
 Coordinates = Literal["paths", "weights"]
 
@@ -33,7 +34,8 @@ as independent steps add up: of more layers each takes sqrt(SHALLOW / depth) of 
 
 @dataclass(frozen=True)
 class RelativeCoordinates:
-    """``u = w to_u``, of which every block has root mean square 1 (or less), and back ``dw = du from_u``."""
+    """``u = w to_u``, of which every block has root mean square 1 (or less), and back ``dw = du from_u``.
+    Both have the weight's shape or one that expands to it."""
 
     to_u: dict[str, Tensor]
     from_u: dict[str, Tensor]
@@ -88,6 +90,7 @@ class RelativeMeasurement:
         self.graph = end_at_statistics(graph)
         self.by_name = cut_blocks(find_blocks(graph), self.shards)
         self.blocks: list[Block] = [block for name in self.names for block in self.by_name[name]]
+        self._keys = [(name, k) for name in self.names for k in range(len(self.by_name[name]))]
         self.edges = {
             name: cut_edges(edge, self.shards.get(name, ()))
             for name, edge in unit_classes_of(self.graph).parameters.items()
@@ -125,13 +128,11 @@ class RelativeMeasurement:
             self._scales[key] = UnitScales(self.graph, set(names), device)
         return self._scales[key]
 
-    def rescale(self, rescaling: Rescaling, names: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
-        """These parameters, rescaled."""
+    def rescale_(self, rescaling: Rescaling, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        """Rescales these parameters."""
         _, edges = self._place(rescaling.into.device)
-        return [
-            rescaling.apply(w, edges[name]) if name in edges else w
-            for name, w in zip(names, weights, strict=True)
-        ]
+        own = {name: w for name, w in zip(names, weights, strict=True) if name in edges}
+        rescaling.apply_(list(own.values()), [edges[name] for name in own])
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return end_at_statistics(graph)
@@ -167,7 +168,7 @@ class RelativeMeasurement:
     def _divide_by_sizes(
         self, tensors: Tensors, dtype: torch.dtype, factors: UnitFactors | None, scales: dict[str, _Scale]
     ) -> RelativeCoordinates:
-        weights = {name: tensors[name].detach().to(dtype) for name in self.names}
+        weights = {name: tensors[name].to(dtype) for name in self.names}
         z = {name: scales[name].apply(w) if name in scales else w for name, w in weights.items()}
         blocks = [block.of(z[block.name]) for block in self.blocks]
         norms = find_norms(self.blocks, blocks)
@@ -176,9 +177,11 @@ class RelativeMeasurement:
         norms = norms if shift is None else exact_ldexp(norms, shift)
         size, turns, catch_up = self._place(norms.device)[0].measure(norms, factors)
         size = size if shift is None else exact_ldexp(size, -shift)
-        one = {name: w.new_ones(()).expand(w.shape) for name, w in weights.items() if name not in scales}
-        to_u = self._multiply({**one, **{n: own.scale for n, own in scales.items()}}, (1 / size).to(dtype))
-        from_u = self._multiply({**one, **{n: own.inverse for n, own in scales.items()}}, size.to(dtype))
+        one = {name: w.new_ones(()) for name, w in weights.items() if name not in scales}
+        there = {**one, **{name: own.scale for name, own in scales.items()}}
+        back = {**one, **{name: own.inverse for name, own in scales.items()}}
+        to_u = self._multiply(there, (1 / size).to(dtype), weights)
+        from_u = self._multiply(back, size.to(dtype), weights)
         for name, scale in scales.items():
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
@@ -186,18 +189,20 @@ class RelativeMeasurement:
         units = None if factors is None else read_units(factors)
         return RelativeCoordinates(to_u, from_u, turns, catch_up, exponents, units)
 
-    def _multiply(self, tensors: Tensors, values: Tensor) -> dict[str, Tensor]:
-        """New tensors, in which every block is multiplied by its value."""
-        left = iter(values.unbind())
-        found = {}
+    def _multiply(self, tensors: Tensors, values: Tensor, weights: Tensors) -> dict[str, Tensor]:
+        """New tensors, in which every block is multiplied by its value. Those of one block keep their shape
+        on a CPU, which expands to the weight's: multi-tensor kernels of a GPU take tensors of one shape."""
+        if values.device.type != "cpu":
+            tensors = {name: tensor.expand(weights[name].shape) for name, tensor in tensors.items()}
+        of_block = dict(zip(self._keys, values.unbind(), strict=True))
+        whole = [name for name in self.names if len(self.by_name[name]) == 1]
+        products = multi_tensor("mul", [tensors[n] for n in whole], [of_block[n, 0] for n in whole])
+        found = dict(zip(whole, products, strict=True))
         for name in self.names:
-            own = self.by_name[name]
-            if len(own) == 1:
-                found[name] = tensors[name] * next(left)
-                continue
-            found[name] = tensors[name].clone()
-            for block in own:
-                block.of(found[name]).mul_(next(left))
+            if name not in found:
+                found[name] = tensors[name].expand(weights[name].shape).clone()
+                for k, block in enumerate(self.by_name[name]):
+                    block.of(found[name]).mul_(of_block[name, k])
         return found
 
     def _keep_in_range(self, scales: dict[str, _Scale]) -> dict[str, _Scale]:
@@ -268,8 +273,9 @@ class _Scale:
 def _canonical_scale(factors: UnitFactors, edge: EdgeClasses, weight: Tensor) -> _Scale:
     """The scale of one parameter from the factors of the units at its ends."""
     mantissa, exponent = factors.factor
-    out, into = mantissa[edge.head], mantissa[edge.tail] ** edge.degree
-    scale, inverse = (out / into).expand(weight.shape), (into / out).expand(weight.shape)
+    out, into = mantissa[edge.head], mantissa[edge.tail]
+    into = into if edge.degree == 1 else into**edge.degree
+    scale, inverse = out / into, into / out
     if exponent is None:
         return _Scale(scale, inverse)
     total = (exponent[edge.head] - edge.degree * exponent[edge.tail]).expand(weight.shape)

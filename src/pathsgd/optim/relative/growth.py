@@ -60,4 +60,5 @@ def find_growth(
     foreach("copy_", states, list(torch.stack([first, second, steps]).split(list(counts), 1)))
     mean = first / (1 - BETAS[0] ** steps)
     size = (second / (1 - BETAS[1] ** steps)).sqrt()
-    return torch.where(size > 0, -mean / torch.where(size > 0, size, 1), 0)
+    live = size > 0
+    return torch.where(live, -mean / torch.where(live, size, 1), 0)

@@ -257,8 +257,9 @@ def _set_spectral_norms(
     lr, decay, decoupled = (
         per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
     )
-    kept = (1 - lr * decay * decoupled * torch.ones_like(like)).to(dtype)
-    shrunk = foreach("mul", before, list(kept.unbind()))
+    lost = lr * decay * decoupled
+    kept = (1 - lost * torch.ones_like(like)).to(dtype).unbind() if isinstance(lost, Tensor) else 1 - lost
+    shrunk = foreach("mul", before, kept)
     foreach("sub_", after, shrunk)
     steps = [step.flatten(1) for step in after]
     parameters = [moved[n] for n in subset.names]

@@ -11,7 +11,7 @@ does so until hardly any path is left, and no further.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,19 @@ class Rescaling(NamedTuple):
     into: Tensor
     out: Tensor
 
-    def apply(self, weight: Tensor, edge: EdgeClasses) -> Tensor:
-        """A rescaled parameter."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        into, out = self.into[edge.head].to(dtype), (self.out[edge.tail] ** edge.degree).to(dtype)
-        return weight.mul(into).div_(out).to(weight.dtype)
+    def apply_(self, weights: Sequence[Tensor], edges: Sequence[EdgeClasses]) -> None:
+        """Rescales parameters in place."""
+        rounded: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
+        for weight, edge in zip(weights, edges, strict=True):
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            if (dtype, edge.degree) not in rounded:
+                out = self.out if edge.degree == 1 else self.out**edge.degree
+                rounded[dtype, edge.degree] = self.into.to(dtype), out.to(dtype)
+            into, out = rounded[dtype, edge.degree]
+            wide = weight.mul_(into[edge.head]) if weight.dtype == dtype else weight * into[edge.head]
+            wide.div_(out[edge.tail])
+            if wide is not weight:
+                weight.copy_(wide)
 
 
 class UnitState(NamedTuple):

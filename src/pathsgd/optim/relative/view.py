@@ -51,18 +51,18 @@ class RelativeView:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """On an error everything is put back."""
-        self.start = [own.clone() for own in self._own()]
+        own = self._own()
+        self.start = [w.clone() for w in own]
         self.grads = [p.grad for p in self.parameters]
         try:
             wide = [w.to(factor.dtype) for w, factor in zip(self.start, self.to_u, strict=True)]
-            self._write(foreach("mul", wide, self.to_u))
+            self.u = list(foreach("mul", wide, self.to_u))
+            foreach("copy_", own, self.u)
             # As the parameters hold it: one of low precision rounds it.
-            self.u = [
-                own.to(factor.dtype, copy=True) for own, factor in zip(self._own(), self.to_u, strict=True)
-            ]
+            self.u = [u if w.dtype == u.dtype else w.to(u.dtype) for w, u in zip(own, self.u, strict=True)]
             self._gradients_to_u()
             yield
-            self._write(self._weights(turn=True))
+            self._write_weights(turn=True)
         except BaseException:
             self._write(self.start)
             raise
@@ -75,7 +75,7 @@ class RelativeView:
 
         def evaluate() -> Any:
             here = [own.clone() for own in self._own()]
-            self._write(self._weights(turn=False))
+            self._write_weights(turn=False)
             for p, grad in zip(self.parameters, self.grads, strict=True):
                 p.grad = grad
             with torch.enable_grad():
@@ -107,16 +107,20 @@ class RelativeView:
             p = self.parameters[k]
             p.grad = place_like(grad.to(p.dtype), p)
 
-    def _weights(self, turn: bool) -> list[Tensor]:
-        """w moved as u was."""
-        moved = [own.to(u.dtype, copy=True) for own, u in zip(self._own(), self.u, strict=True)]
+    @torch.no_grad()
+    def _write_weights(self, turn: bool) -> None:
+        """Writes w moved as u was, in the memory of the parameters if their precision is that of u."""
+        own = self._own()
+        moved = [w.to(u.dtype) for w, u in zip(own, self.u, strict=True)]
         if turn:
             self._turn(moved)
         foreach("sub_", moved, self.u)
         foreach("mul_", moved, self.from_u)
-        found = [w + step.to(w.dtype) for w, step in zip(self.start, moved, strict=True)]
+        for w, start, step in zip(own, self.start, moved, strict=True):
+            torch.add(start, step.to(w.dtype), out=w)
         rescaling = self.rescale() if turn else None
-        return found if rescaling is None else self.measurement.rescale(rescaling, self.names, found)
+        if rescaling is not None:
+            self.measurement.rescale_(rescaling, self.names, own)
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
