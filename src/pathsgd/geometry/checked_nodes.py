@@ -7,7 +7,19 @@ import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pathsgd.graph.nodes import Add, AxisMap, Conv, Linear, Multiply, Node, Reduce, Source, Square, Weight
+from pathsgd.graph.nodes import (
+    Add,
+    AxisMap,
+    Conv,
+    Linear,
+    Multiply,
+    Node,
+    Operation,
+    Reduce,
+    Source,
+    Square,
+    Weight,
+)
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 
 PRODUCTS = (Source, Multiply, Square)
@@ -47,10 +59,14 @@ _found: weakref.WeakKeyDictionary[PathGraph, CheckedNodes] = weakref.WeakKeyDict
 def checked_nodes(graph: PathGraph) -> CheckedNodes:
     """Those of a graph that passes run over."""
     if graph not in _found:
-        looked = frozenset(k for k, node in enumerate(graph.nodes) if isinstance(node.operation, LOOKED))
+        looked = frozenset(k for k, node in enumerate(graph.nodes) if _is_looked_at(node.operation))
         summands, products = _find_summands(graph), tuple(_find_products(graph, looked))
         _found[graph] = CheckedNodes(looked - summands, looked, summands, products)
     return _found[graph]
+
+
+def _is_looked_at(operation: Operation) -> bool:
+    return isinstance(operation, LOOKED) and not (isinstance(operation, AxisMap) and operation.copies)
 
 
 def _find_summands(graph: PathGraph) -> frozenset[int]:

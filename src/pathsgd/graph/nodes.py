@@ -186,6 +186,11 @@ class AxisMap:
     window: Window
     adjoint: bool = False
 
+    @property
+    def copies(self) -> bool:
+        """Whether it only moves and repeats numbers, as a view does."""
+        return self.window.kind == "gather" and not self.adjoint and -1 not in self.window.index
+
 
 @dataclass(frozen=True)
 class Square:

@@ -16,7 +16,7 @@ from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import contract
 from pathsgd.geometry.operations.convolution import conv, transpose_conv
 from pathsgd.geometry.operations.extended_views import apply_view, cat
-from pathsgd.geometry.operations.windows import window_powers
+from pathsgd.geometry.operations.windows import window_index, window_powers
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
@@ -117,6 +117,9 @@ def adjoint(
 
 def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
     x = arithmetic.align(x, [operation.dim])
+    if operation.copies:
+        index = window_index(operation.window, x.mantissa.device)
+        return ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent)
     edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
     after = x.mantissa.dim() - 1 - operation.dim
     if math.isinf(arithmetic.p):

@@ -20,6 +20,13 @@ def window_powers(window: Window, adjoint: bool, arithmetic: Arithmetic, device:
         return powers.t() if adjoint else powers
 
 
+@functools.lru_cache(maxsize=256)
+def window_index(window: Window, device: torch.device) -> Tensor:
+    """The entries that are gathered. Kept likewise."""
+    with torch.inference_mode(False):
+        return torch.tensor(window.index, device=device)
+
+
 def _matrix(window: Window) -> Tensor:
     matrix = torch.zeros(window.out, window.size, dtype=torch.float64)
     if window.kind == "gather":
