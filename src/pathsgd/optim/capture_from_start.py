@@ -15,10 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+MOST_STREAMS = 64
 SET_DEPENDENCIES = 1
 """CU_STREAM_SET_CAPTURE_DEPENDENCIES: in place of those there are."""
-POOL = 32
-"""How many streams torch gives out before it gives out the first again."""
 
 
 @contextmanager
@@ -66,23 +65,34 @@ class CapturedCopies:
         return placed
 
 
-_side_streams: weakref.WeakKeyDictionary[object, tuple[torch.cuda.Stream, int]] = weakref.WeakKeyDictionary()
-"""By owner, its second stream in a capture. torch gives memory that was freed on a stream to what comes next
+_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_owned: weakref.WeakKeyDictionary[object, tuple[torch.cuda.Stream, int]] = weakref.WeakKeyDictionary()
+"""By owner, its stream in the last capture. torch gives memory that was freed on a stream to what comes next
 on the same stream: another owner's work would not wait for those who are still to read it."""
 
 
 def _find_side_stream(current: torch.cuda.Stream, owner: object) -> tuple[torch.cuda.Stream, bool]:
     """The owner's in this capture, and whether it has captured nothing yet."""
     capture = _find_capture(current)
-    side, of = _side_streams.get(owner, (current, 0))
+    side, of = _owned.get(owner, (current, 0))
     if of == capture:
         return side, False
-    for _ in range(POOL):
-        side = torch.cuda.Stream(current.device)
-        if not _find_capture(side):
-            _side_streams[owner] = side, capture
-            return side, True
-    return current, False  # all take part in captures: the work waits as it would have done
+    free = _find_free_stream(current.device)
+    if free is None:
+        return current, False  # the work waits as it would have done
+    _owned[owner] = free, capture
+    return free, True
+
+
+def _find_free_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """One that takes part in no capture. torch gives out the same ones again after some."""
+    streams = _streams.setdefault(device, [])
+    for k in range(MOST_STREAMS):
+        if k == len(streams):
+            streams.append(torch.cuda.Stream(device))
+        if not _find_capture(streams[k]):
+            return streams[k]
+    return None
 
 
 def _find_capture(stream: torch.cuda.Stream) -> int:
