@@ -342,3 +342,43 @@ def test_what_is_computed_in_inference_mode_is_no_obstacle_afterwards():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(both).result()
+
+
+class LeavesOut(nn.Module):
+    """Keeps two of four units, which are dead, and adds what is small."""
+
+    def __init__(self, keep, dead):
+        super().__init__()
+        self.a, self.b = (nn.Linear(2, n, bias=False, dtype=torch.float64) for n in (4, 2))
+        self.keep = keep
+        with torch.no_grad():
+            self.a.weight.fill_(1e200)[list(dead)] = 0
+            self.b.weight.fill_(1e-200)
+
+    def forward(self, x):
+        return (self.keep(self.a(x).relu()) + self.b(x)).relu()
+
+
+LEAVE_OUT = {
+    "pad": (lambda h: nn.functional.pad(h, (0, -2)), (0, 1)),
+    "nearest": (lambda h: nn.functional.interpolate(h[:, None], size=2)[:, 0], (0, 2)),
+    "slice": (lambda h: h[:, :2], (0, 1)),
+    "roll": (lambda h: h.roll(1, 1)[:, :2], (0, 3)),
+}
+
+
+@pytest.mark.parametrize("how", LEAVE_OUT)
+def test_units_that_are_left_out_set_no_exponent(how):
+    model = LeavesOut(*LEAVE_OUT[how])
+    norm = pathsgd.path_norm(model, torch.zeros(1, 2).double(), log=True)
+    assert norm.item() == pytest.approx(math.log(2e-200), rel=1e-12)
+
+
+def test_an_empty_axis_that_is_flipped():
+    model = nn.Sequential(nn.Linear(2, 4), Flipped(), nn.Linear(4, 2))
+    assert pathsgd.path_norm(model, torch.zeros(1, 2)) > 0
+
+
+class Flipped(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x[:, :0].flip(1)], 1).relu()

@@ -173,9 +173,10 @@ def _collect(
     return ExtendedFloat(arithmetic.root(mean), None if total.exponent is None else total.exponent[:, 0])
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def _place_counts(counts: Shape, after: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Along an axis that has so many after it. Kept: a CUDA graph cannot capture their transfer."""
+    """The counts as a tensor that broadcasts along an axis followed by ``after`` others. Kept: a CUDA graph
+    cannot capture their transfer, and reads them in every replay."""
     return torch.tensor(counts, dtype=dtype, device=device).reshape(-1, *(1,) * after)
 
 

@@ -164,7 +164,7 @@ def _inverse_sigma(variance: Tensor, epsilon: float) -> Tensor:
     return torch.rsqrt(variance + epsilon)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def _literal(numbers: tuple[float, ...], shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers written in the model's code, copied to the device once."""
     return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)

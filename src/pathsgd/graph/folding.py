@@ -27,7 +27,7 @@ class Folded:
     place: tuple[int, ...]
     """By node of the traced graph, its number here."""
     whole: tuple[int, ...]
-    """Likewise, the number of its value at full size where an output or an end needs one."""
+    """Likewise, the number of its value at full size, if it is an output or an end; else as ``place``."""
     counts: Mapping[int, Mapping[int, Shape]] = field(default_factory=dict)
     """By node here and axis, how many equal places each of its places stands for. Not of those that are of
     size one, which stand for all."""
@@ -70,7 +70,7 @@ class _Folding:
             self.shapes.append(shape)
             self.wanted.append(wanted)
         cheap = nodes.Begin, nodes.Source, nodes.Expand
-        self.shapes = take_as_read(self.graph, self.shapes, self.wanted, cheap)
+        self.shapes = use_shape_of_readers(self.graph, self.shapes, self.wanted, cheap)
         return rewrite(self.graph, self.shapes, self.wanted, _expand)
 
     def visit(self, node: Node, inputs: list[Shape]) -> tuple[Shape, list[Shape]]:
@@ -112,11 +112,11 @@ class _Folding:
                 raise AssertionError("an adjoint in a traced graph")
 
 
-def take_as_read(
+def use_shape_of_readers(
     graph: PathGraph, shapes: list[Shape], wanted: list[list[Shape]], cheap: tuple[type[Operation], ...]
 ) -> list[Shape]:
-    """The shapes, where what is cheap in any of them, such as the bias of a convolution, has the one that all
-    readers want."""
+    """The shapes, but that of what is cheap in any, such as the bias of a convolution, is the one that all
+    its readers want."""
     read: list[list[Shape]] = [[] for _ in shapes]
     for node, own in zip(graph.nodes, wanted, strict=True):
         for source, shape in zip(node.inputs, own, strict=True):
@@ -139,13 +139,13 @@ def rewrite(
     graph: PathGraph,
     shapes: Sequence[Shape],
     wanted: Sequence[Sequence[Shape]],
-    bring: Callable[[int, Shape, Shape], Iterable[Step]],
+    resize: Callable[[int, Shape, Shape], Iterable[Step]],
 ) -> Folded:
-    """The graph with nodes of these shapes, that read their inputs in the shapes they want; ``bring`` says
+    """The graph with nodes of these shapes, that read their inputs in the shapes they want; ``resize`` says
     how (node, shape it has, shape that is wanted)."""
     written: list[Node] = []
     regions: list[int] = []
-    brought: dict[tuple[int, Shape], int] = {}
+    resized: dict[tuple[int, Shape], int] = {}
     place: list[int] = []
 
     def emit(node: Node, region: int) -> int:
@@ -157,12 +157,12 @@ def rewrite(
         """The number of a value of the graph in this shape."""
         if shape == shapes[source]:
             return place[source]
-        if (source, shape) not in brought:
+        if (source, shape) not in resized:
             k = place[source]
-            for operation, result in bring(source, shapes[source], shape):
+            for operation, result in resize(source, shapes[source], shape):
                 k = emit(Node(operation, (k,), result, graph.nodes[source].where), graph.regions[source])
-            brought[source, shape] = k
-        return brought[source, shape]
+            resized[source, shape] = k
+        return resized[source, shape]
 
     whole: list[int] = []
     returned = {*graph.ends, *graph.outputs}

@@ -1,10 +1,10 @@
-"""Large images made smaller: of equal places in a row inside of them, some are enough.
+"""Large images made smaller: away from the border all places of an axis have the same path sums.
 
 Every place of an image begins with the same paths, and a convolution tells apart those whose window sees the
-border: one more on each side, or a few. The places between are equal. So some of them are left out, the same
-in all values of a stage, which is then a network on a smaller image. They are put back before an operation
-with a stride, or one that needs all places; the adjoint of that is a sum. Of the 56 rows in the first stage
-of a ResNet-50 ten are left, and twelve of the 28 in the second.
+border: one more on each side, or a few. Of the equal places between, one is enough. All values of a stage
+(linked without a stride) lose the same number of places, so the stage is a network on a smaller image. A
+gather puts them back before an operation with a stride, or one that needs all places; its adjoint is a sum.
+Of the 56 rows in the first stage of a ResNet-50 ten are left, and twelve of the 28 in the second.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from pathsgd.graph import nodes
-from pathsgd.graph.folding import Folded, Step, pad_shape, rewrite, take_as_read
+from pathsgd.graph.folding import Folded, Step, pad_shape, rewrite, use_shape_of_readers
 from pathsgd.graph.nodes import Conv, Node, Shape, Window
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.views import reshaped_axes
 
 LEAST_CUT = 8
-"""One place of so many is to be left out at least, else the image stays as it is."""
+"""An axis is made smaller only if at least one place of so many can be left out."""
 LARGEST_SHARE = 0.75
-"""Of the entries of all values, that may be left. What is put back is counted, too."""
+"""The smaller graph is used only if it has at most this share of the entries, what is put back included."""
 
 
 class Inside(NamedTuple):
-    """Where the equal places of an axis begin: so many after its first and before its last."""
+    """All places of an axis are equal but the first ``left`` and the last ``right``."""
 
     left: int
     right: int
 
 
 class Link(NamedTuple):
-    """How an axis of an input is read: where n places of the output are left out, stride * n are."""
+    """The axis of the output that an axis of an input leads to: if n places are left out there, stride * n
+    are here."""
 
     axis: int
     """Of the output."""
@@ -78,7 +79,7 @@ class _Shrinking:
             before = [graph.nodes[source].shape for source in node.inputs]
             found, links = _visit(node, [self.inside[source] for source in node.inputs], before)
             inside = tuple(
-                own if _count_spare(own, n) else None for own, n in zip(found, node.shape, strict=True)
+                own if _count_droppable(own, n) else None for own, n in zip(found, node.shape, strict=True)
             )
             self.inside.append(inside)
             slides = isinstance(node.operation, (Conv, nodes.AxisMap))
@@ -109,8 +110,8 @@ class _Shrinking:
             ]
             for k, node in enumerate(self.graph.nodes)
         ]
-        shapes = take_as_read(self.graph, shapes, wanted, (nodes.Begin, nodes.Source))
-        found = rewrite(self.graph, shapes, wanted, self._bring)
+        shapes = use_shape_of_readers(self.graph, shapes, wanted, (nodes.Begin, nodes.Source))
+        found = rewrite(self.graph, shapes, wanted, self._resize)
         counts = {
             found.place[k]: self._count_places(k, shape)
             for k, shape in enumerate(shapes)
@@ -124,15 +125,15 @@ class _Shrinking:
         for k, node in enumerate(self.graph.nodes):
             for axis, inside, n in zip(self.axes[k], self.inside[k], node.shape, strict=True):
                 own = self.sets.find(axis)
-                most[own] = min(most[own], _count_spare(inside, n))
+                most[own] = min(most[own], _count_droppable(inside, n))
                 largest[own] = max(largest[own], n)
         return [
             int(cut) if cut * LEAST_CUT >= n and cut < math.inf else 0
             for cut, n in zip(most, largest, strict=True)
         ]
 
-    def _bring(self, source: int, have: Shape, want: Shape) -> Iterator[Step]:
-        """What puts places back, or leaves out more of them."""
+    def _resize(self, source: int, have: Shape, want: Shape) -> Iterator[Step]:
+        """Gathers that change the number of equal places of a value."""
         shape = have
         for axis, (m, n) in enumerate(zip(have, want, strict=True)):
             if m not in (n, 1):
@@ -154,18 +155,19 @@ class _Shrinking:
         return counts
 
 
-def _count_spare(inside: Inside | None, n: int) -> int:
+def _count_droppable(inside: Inside | None, n: int) -> int:
     """How many places can be left out."""
     return 0 if inside is None else max(0, n - inside.left - inside.right - 1)
 
 
 def _keep_links(links: Links, inside: Insides) -> Links:
-    """Where no two windows see the same, all places of the input are needed."""
+    """Without links to axes of the output of which no places are equal: all places of the input are needed
+    there."""
     return tuple(link if link is not None and inside[link.axis] is not None else None for link in links)
 
 
 def _find_places(inside: Inside, have: int, want: int) -> Shape:
-    """Which of the places there are stands at each that is wanted."""
+    """For every place that is wanted, the one there is that has its value."""
     middle = want - inside.left - inside.right
     return (
         *range(inside.left),
@@ -255,7 +257,7 @@ def _slide_conv(
 
 
 def _slide(inside: Inside | None, n: int, out: int, reach: int, stride: int, padding: int) -> Inside | None:
-    """Windows that see equal places only are equal."""
+    """Where the outputs of a sliding window are equal: those whose window lies among equal inputs."""
     if inside is None:
         return None
     first = -(-(inside.left + padding) // stride)

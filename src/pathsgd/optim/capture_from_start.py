@@ -1,13 +1,15 @@
-"""In a CUDA graph that a user captures: what depends on the weights alone, beside everything captured before.
+"""In a CUDA graph that a user captures: work that depends on the weights alone runs from its beginning, in
+parallel with the forward and backward pass.
 
-A step is captured after the forward and backward pass, and on its stream would wait for them. The passes over
-the weights need not: in the graph they get no dependency, so that they run from its beginning.
+A step is captured after these, and on their stream would wait for them. In the graph the passes over the
+weights get no dependency on them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,29 +26,42 @@ SET_DEPENDENCIES = 1
 def capture_from_start(device: torch.device, owner: object) -> Iterator[None]:
     """What is launched inside is captured on a second stream, without waiting for what was captured before,
     other than by the same owner; what is captured after it waits for it. For work on tensors that nothing
-    captured before has written."""
+    captured before has written.
+
+    Memory allocated inside belongs to that stream: a result must not be freed before the owner's next work
+    there waits for those who read it.
+    """
     current = torch.cuda.current_stream(device)
-    side, is_new = _find_side_stream(current, owner)
-    if is_new:
-        side.wait_stream(current)  # which makes it part of the capture
-        # If a driver refuses, the work waits as it would have done.
-        _driver().cuStreamUpdateCaptureDependencies(
-            ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
-        )
-    with torch.cuda.stream(side):
+    with _lock:
+        side, is_new = _find_side_stream(current, owner)
+        if is_new:
+            side.wait_stream(current)  # which makes it part of the capture
+            # If a driver refuses, the work waits as it would have done.
+            _driver().cuStreamUpdateCaptureDependencies(
+                ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
+            )
+    with _on(side, current):
         yield
-    current.wait_stream(side)
 
 
 @contextmanager
 def capture_after(event: torch.cuda.Event, device: torch.device, owner: object) -> Iterator[None]:
     """The same, but it waits for what was captured before the event."""
     current = torch.cuda.current_stream(device)
-    side, _ = _find_side_stream(current, owner)
-    side.wait_event(event)
-    with torch.cuda.stream(side):
+    with _lock:
+        side, _ = _find_side_stream(current, owner)
+        side.wait_event(event)
+    with _on(side, current):
         yield
-    current.wait_stream(side)
+
+
+@contextmanager
+def _on(side: torch.cuda.Stream, current: torch.cuda.Stream) -> Iterator[None]:
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        current.wait_stream(side)  # a capture ends with all its streams joined
 
 
 class CapturedCopies:
@@ -60,15 +75,17 @@ class CapturedCopies:
         pinned = values.pin_memory()
         with capture_from_start(device, self):
             placed = pinned.to(device, non_blocking=True)
-        # The one is read by every replay; where the other is, nothing else may lie before it is written.
+        # Every replay reads the one, and writes the other at its beginning: nothing that was captured before
+        # may lie there.
         self._kept += [pinned, placed]
         return placed
 
 
+_lock = threading.Lock()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _owned: weakref.WeakKeyDictionary[object, tuple[torch.cuda.Stream, int]] = weakref.WeakKeyDictionary()
-"""By owner, its stream in the last capture. torch gives memory that was freed on a stream to what comes next
-on the same stream: another owner's work would not wait for those who are still to read it."""
+"""By owner, its second stream and the capture in which it is that. Owners never share one in a capture: torch
+gives memory that one has freed to the other, which does not wait for what is still to read it."""
 
 
 def _find_side_stream(current: torch.cuda.Stream, owner: object) -> tuple[torch.cuda.Stream, bool]:
@@ -95,8 +112,12 @@ def _find_free_stream(device: torch.device) -> torch.cuda.Stream | None:
     return None
 
 
+def find_capture() -> int:
+    """The number of the capture that the current stream takes part in, or 0."""
+    return _find_capture(torch.cuda.current_stream())
+
+
 def _find_capture(stream: torch.cuda.Stream) -> int:
-    """The number of the capture that a stream takes part in, or 0."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     _driver().cuStreamGetCaptureInfo(
         ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number)

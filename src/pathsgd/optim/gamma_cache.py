@@ -23,7 +23,7 @@ from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.backward_start import BackwardStart
 from pathsgd.optim.batch_counters import are_counted
-from pathsgd.optim.capture_from_start import capture_after, capture_from_start
+from pathsgd.optim.capture_from_start import capture_after, capture_from_start, find_capture
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
@@ -73,13 +73,17 @@ class GammaCache:
         self._found_statistics: tuple[int, list[str], bool] = 0, [], True
         self._compiled = None if uncompiled(model) is model else model
         self._backward_start: BackwardStart | None = None
-        self._forward_done: tuple[torch.cuda.Event, list[Version]] | None = None
-        """In a CUDA graph of the user's, where its forward pass ends, and what there was then."""
+        self._forward_done: tuple[torch.cuda.Event, int, list[Version]] | None = None
+        """In a CUDA graph of the user's, where its forward pass ends, in which capture, and what there was
+        then."""
         self._used: list[Key] = []
         """What the last step needed."""
         self._read: Tensors | None = None
         self._in_capture: dict[Key, Any] | None = None
         """What a step that is being captured has measured so far."""
+        self._read_in_capture: list[Any] = []
+        """What was measured in a capture, up to the end of a step: what is freed, the next measurement may
+        overwrite, which does not wait for those who are still to read it, such as a norm to clip by."""
         self._measurements = 0
         self._steps = 0
         self._synchronised = False
@@ -115,6 +119,8 @@ class GammaCache:
                     found = measurement.run(graph, tensors, p, self.needs_exponents.get(key, False))
                 if self._in_capture is not None:
                     self._in_capture[key] = found
+                if not is_compiling():
+                    self._read_in_capture.append(found)
                 return found
             tensors = self.tensors()
             self.known.check_walk(self._model_tensors)
@@ -210,6 +216,8 @@ class GammaCache:
         """A step has written the weights."""
         self._forward_done = self._in_capture = None
         if is_capturing():
+            if not is_compiling():
+                self._read_in_capture.clear()
             self._writes.forget()
             self._read = None
             return  # nothing was cached, and a count would make torch.compile recompile
@@ -242,7 +250,7 @@ class GammaCache:
         if is_capturing():
             event = torch.cuda.Event()
             event.record()
-            self._forward_done = event, self._find_versions(tensors)
+            self._forward_done = event, find_capture(), self._find_versions(tensors)
         elif last:
             self._measure_ahead(tensors, self._find_versions(tensors), statistics=True)
 
@@ -270,7 +278,7 @@ class GammaCache:
         now = self._find_versions(tensors)
         if self._reads_parameters_alone(measurement) and self._writes.are_of_step(self._of_parameters(now)):
             return capture_from_start(device, self)
-        if self._forward_done is not None and self._forward_done[1] == now:
+        if self._forward_done is not None and self._forward_done[1:] == (find_capture(), now):
             return capture_after(self._forward_done[0], device, self)
         return nullcontext()
 
@@ -328,6 +336,7 @@ class GammaCache:
         gone = dict.fromkeys(("_backward_start", "_compiled", "_forward_done", "_read", "_in_capture"))
         return {
             **self.__dict__, **gone, "_found": {}, "_captured": {}, "_ahead": {}, "_used": [],
+            "_read_in_capture": [],
             "_writes": ParameterWrites(),
             "_found_statistics": (0, [], True),
         }  # fmt: skip

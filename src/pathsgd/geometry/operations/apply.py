@@ -55,6 +55,9 @@ def apply(
             return arithmetic.reduce(inputs[0], operation.dims)
         case nodes.Cat():
             return cat(inputs, operation.dim)
+        case Slice():
+            # Units that are left out may have set the exponent of those that stay.
+            return arithmetic.normalise(apply_view(operation, inputs[0]))
         case _:
             return apply_view(operation, inputs[0])
 
@@ -100,7 +103,7 @@ def adjoint(
         case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)
+                arithmetic.normalise(apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient))
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
@@ -119,7 +122,7 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> Ex
     x = arithmetic.align(x, [operation.dim])
     if operation.copies:
         index = window_index(operation.window, x.mantissa.device)
-        return ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent)
+        return arithmetic.normalise(ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent))
     edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
     after = x.mantissa.dim() - 1 - operation.dim
     if math.isinf(arithmetic.p):

@@ -176,9 +176,11 @@ def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tupl
     lies in [1/2, 1) before the power. ``tail`` broadcasts against ``weight``."""
     if not weight.numel():
         return weight, torch.full((weight.shape[0],), DEAD, dtype=torch.int32, device=weight.device)
-    detached = weight.detach()
-    exponent = torch.frexp(detached).exponent + tail
-    exponent = torch.where((detached == 0) | (tail <= DEAD // 2), DEAD, exponent)
+    largest = weight.detach().abs()
+    if weight.dim() > 2:  # taps have one exponent: that of the largest
+        largest = largest.amax(tuple(range(2, weight.dim())), keepdim=True)
+    exponent = torch.frexp(largest).exponent + tail
+    exponent = torch.where((largest == 0) | (tail <= DEAD // 2), DEAD, exponent)
     head = exponent.reshape(weight.shape[0], -1).amax(1)
     column = head.reshape(-1, *(1,) * (weight.dim() - 1))
     alive = exponent > DEAD // 2

@@ -11,20 +11,20 @@ from pathsgd.geometry.extended_float import Arithmetic
 from pathsgd.graph.nodes import Window
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def window_powers(window: Window, adjoint: bool, arithmetic: Arithmetic, device: torch.device) -> Tensor:
     """``|A[o, i]|^p``, with A the weight of the edge from entry i to entry o; its transpose for the adjoint.
-    Kept, so that a step copies nothing."""
+    Kept, so that a step copies nothing, and for good: a captured CUDA graph may read it."""
     with torch.inference_mode(False):  # else nothing outside of it could keep it for a backward pass
         powers = arithmetic.power(_matrix(window).to(device, arithmetic.dtype))
         return powers.t() if adjoint else powers
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def window_index(window: Window, device: torch.device) -> Tensor:
     """The entries that are gathered. Kept likewise."""
     with torch.inference_mode(False):
-        return torch.tensor(window.index, device=device)
+        return torch.tensor(window.index, dtype=torch.int64, device=device)
 
 
 def _matrix(window: Window) -> Tensor:
