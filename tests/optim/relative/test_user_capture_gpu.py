@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD, clip_path_grad_norm_
 from pathsgd.optim import gamma_cache
 from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from support.networks import Mlp, SmallResNet, Transformer, Vgg, build
@@ -23,11 +23,17 @@ OPTIMIZERS = {
 READ_STATISTICS = ("PathSGD", "momentum", "AdamW")
 
 
-def once(model, x, optimizer):
+def once(model, x, optimizer, clip=False):
     optimizer.zero_grad()
     outputs = model(x)
     F.cross_entropy(outputs.flatten(1), torch.arange(len(outputs), device="cuda")).backward()
+    if clip:
+        clip_path_grad_norm_(optimizer, 1e-3)
     optimizer.step()
+
+
+def clipped(model, x, optimizer):
+    once(model, x, optimizer, clip=True)
 
 
 def twice(model, x, optimizer):
@@ -113,5 +119,16 @@ def test_several_models_in_one_graph(name, monkeypatch):
     found, used = train(Transformer, name, once, True, monkeypatch, others)
     assert used == [capture_from_start] * 3
     expected, _ = train(Transformer, name, once, False, monkeypatch, others)
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", [SmallResNet, Transformer])
+@pytest.mark.parametrize("name", READ_STATISTICS)
+def test_a_clipped_step(name, kind, monkeypatch):
+    """The norm is read before the passes of the step are written over it."""
+    found, used = train(kind, name, clipped, True, monkeypatch)
+    assert used
+    expected, _ = train(kind, name, clipped, False, monkeypatch)
     assert torch.isfinite(found).all()
     assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
