@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.unit_classes import unit_classes_of
+from support.calls import Calls
 from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build, dense_gammas
 
 
@@ -118,13 +118,6 @@ class TestConditioning:
     """Artim436/pathcond: a Python loop per neuron, the model left in eval mode, ResNet refused."""
 
     def test_the_work_does_not_grow_with_the_width(self):
-        class Count(TorchDispatchMode):
-            calls = 0
-
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                Count.calls += 1
-                return func(*args, **(kwargs or {}))
-
         counts = []
         for width in (8, 64):
             model = nn.Sequential(
@@ -132,10 +125,9 @@ class TestConditioning:
             )
             graph = pathsgd.trace(model)
             tensors = graph.tensors(model)
-            Count.calls = 0
-            with Count():
+            with Calls() as calls:
                 measure_gammas(graph, tensors)
-            counts.append(Count.calls)
+            counts.append(calls.count)
         assert counts[0] == counts[1]
 
     def test_flags_and_residual_networks(self):

@@ -26,6 +26,7 @@ from torch import Tensor
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.geometry.range_check import RangeCheck, run_forward
+from pathsgd.graph.folding import put
 from pathsgd.graph.nodes import Shape
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
@@ -156,7 +157,7 @@ def _collect(
             for d, counts in network.folded.counts.get(network.folded.place[k], {}).items():
                 counted = _place_counts(counts, len(found) - 1 - d, arithmetic.dtype, network.device)
                 value = ExtendedFloat(value.mantissa * counted, value.exponent)
-                summed = (*summed[:d], sum(counts), *summed[d + 1 :])
+                summed = put(summed, d, sum(counts))
         value = arithmetic.reduce(value, [d for d, n in enumerate(units) if n < found[d]])
         repeated = 1 if maximum else math.prod(summed) // size
         mantissas.append((value.mantissa / repeated).flatten())

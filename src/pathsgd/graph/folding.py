@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Operation, Shape
@@ -95,19 +96,19 @@ class _Folding:
             case nodes.Square() | nodes.Expand():
                 return inputs[0], inputs
             case nodes.AxisMap(dim):
-                return _put(inputs[0], dim, full[dim]), [_put(inputs[0], dim, before[0][dim])]
+                return put(inputs[0], dim, full[dim]), [put(inputs[0], dim, before[0][dim])]
             case nodes.Reduce(dims):
                 wanted = tuple(before[0][d] if d in dims else n for d, n in enumerate(inputs[0]))
                 return tuple(1 if d in dims else n for d, n in enumerate(inputs[0])), [wanted]
             case nodes.Cat(dim):
-                shape = _broadcast([_put(shape, dim, 1) for shape in inputs])
-                return _put(shape, dim, full[dim]), [_put(shape, dim, n[dim]) for n in before]
+                shape = _broadcast([put(shape, dim, 1) for shape in inputs])
+                return put(shape, dim, full[dim]), [put(shape, dim, n[dim]) for n in before]
             case nodes.Reshape():
                 return _reshape(inputs[0], before[0], full)
             case nodes.Permute(dims):
                 return tuple(inputs[0][d] for d in dims), inputs
             case nodes.Slice(dim):
-                return _put(inputs[0], dim, min(inputs[0][dim], full[dim])), inputs
+                return put(inputs[0], dim, min(inputs[0][dim], full[dim])), inputs
             case nodes.Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
@@ -224,8 +225,12 @@ def pad_shape(shape: Shape, ndim: int) -> Shape:
     return (1,) * (ndim - len(shape)) + shape
 
 
-def _put(shape: Shape, dim: int, n: int) -> Shape:
-    return (*shape[:dim], n, *shape[dim + 1 :])
+T = TypeVar("T")
+
+
+def put(own: Sequence[T], axis: int, new: T) -> tuple[T, ...]:
+    """The same with another entry for one axis."""
+    return (*own[:axis], new, *own[axis + 1 :])
 
 
 def _broadcast(shapes: list[Shape]) -> Shape:

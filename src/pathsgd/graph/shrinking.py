@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from pathsgd.graph import nodes
-from pathsgd.graph.folding import Folded, Step, pad_shape, rewrite, use_shape_of_readers
+from pathsgd.graph.folding import Folded, Step, pad_shape, put, rewrite, use_shape_of_readers
 from pathsgd.graph.nodes import Conv, Node, Shape, Window
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.union_find import UnionFind
@@ -95,20 +95,15 @@ class _Shrinking:
                     self.sets.union(axis, self.axes[-1][link.axis])
 
     def run(self) -> Folded:
-        cuts = self._choose_cuts()
+        by_set = self._choose_cuts()
+        cuts = [[by_set[self.sets.find(axis)] for axis in own] for own in self.axes]
         shapes = [
-            tuple(n - cuts[self.sets.find(axis)] for n, axis in zip(node.shape, own, strict=True))
-            for node, own in zip(self.graph.nodes, self.axes, strict=True)
+            tuple(n - cut for n, cut in zip(node.shape, own, strict=True))
+            for node, own in zip(self.graph.nodes, cuts, strict=True)
         ]
         wanted = [
-            [
-                tuple(
-                    n if link is None else n - link.stride * cuts[self.sets.find(self.axes[k][link.axis])]
-                    for n, link in zip(self.graph.nodes[source].shape, links, strict=True)
-                )
-                for source, links in zip(node.inputs, self.links[k], strict=True)
-            ]
-            for k, node in enumerate(self.graph.nodes)
+            [self._cut(source, links, own) for source, links in zip(node.inputs, self.links[k], strict=True)]
+            for k, (node, own) in enumerate(zip(self.graph.nodes, cuts, strict=True))
         ]
         shapes = use_shape_of_readers(self.graph, shapes, wanted, (nodes.Begin, nodes.Source))
         found = rewrite(self.graph, shapes, wanted, self._resize)
@@ -119,18 +114,23 @@ class _Shrinking:
         }
         return replace(found, counts=counts)
 
-    def _choose_cuts(self) -> list[int]:
+    def _choose_cuts(self) -> dict[int, int]:
         """How many places the axes of each set lose: as many as leave one inside everywhere."""
-        most, largest = [math.inf] * len(self.sets), [1] * len(self.sets)
+        most: dict[int, int] = {}
+        largest: dict[int, int] = {}
         for k, node in enumerate(self.graph.nodes):
             for axis, inside, n in zip(self.axes[k], self.inside[k], node.shape, strict=True):
                 own = self.sets.find(axis)
-                most[own] = min(most[own], _count_droppable(inside, n))
-                largest[own] = max(largest[own], n)
-        return [
-            int(cut) if cut * LEAST_CUT >= n and cut < math.inf else 0
-            for cut, n in zip(most, largest, strict=True)
-        ]
+                most[own] = min(most.get(own, n), _count_droppable(inside, n))
+                largest[own] = max(largest.get(own, n), n)
+        return {own: cut if cut * LEAST_CUT >= largest[own] else 0 for own, cut in most.items()}
+
+    def _cut(self, source: int, links: Links, cuts: Sequence[int]) -> Shape:
+        """The shape in which an input is read, from what the output loses."""
+        return tuple(
+            n if link is None else n - link.stride * cuts[link.axis]
+            for n, link in zip(self.graph.nodes[source].shape, links, strict=True)
+        )
 
     def _resize(self, source: int, have: Shape, want: Shape) -> Iterator[Step]:
         """Gathers that change the number of equal places of a value."""
@@ -139,7 +139,7 @@ class _Shrinking:
             if m not in (n, 1):
                 inside = self.inside[source][axis]
                 assert inside is not None
-                shape = (*shape[:axis], n, *shape[axis + 1 :])
+                shape = put(shape, axis, n)
                 yield nodes.AxisMap(axis, Window("gather", m, n, index=_find_places(inside, m, n))), shape
         if shape != want:
             yield nodes.Expand(want), want
@@ -199,8 +199,8 @@ def _visit(
             reach = window.dilation * (window.kernel - 1) + 1
             own = _slide(inputs[0][dim], window.size, window.out, reach, window.stride, window.padding)
             return (
-                _put(inputs[0], dim, own if slides else None),
-                [_put(every, dim, Link(dim, window.stride))],
+                put(inputs[0], dim, own if slides else None),
+                [put(every, dim, Link(dim, window.stride))],
             )
         case nodes.Add():
             return _join(inputs), [every] * len(inputs)
@@ -214,7 +214,7 @@ def _visit(
             kept = [d for d in range(ndim) if d not in dims]
             return _keep(inputs[0], kept), [_keep(every, kept)]
         case nodes.Cat(dim) | nodes.Slice(dim):
-            return _put(_join(inputs), dim, None), [_put(every, dim, None)] * len(inputs)
+            return put(_join(inputs), dim, None), [put(every, dim, None)] * len(inputs)
         case nodes.Permute(dims):
             inverse = sorted(range(ndim), key=dims.__getitem__)
             return [inputs[0][d] for d in dims], [tuple(map(Link, inverse))]
@@ -230,10 +230,6 @@ T = TypeVar("T")
 def _keep(own: Sequence[T | None], axes: Iterable[int]) -> tuple[T | None, ...]:
     kept = set(axes)
     return tuple(each if d in kept else None for d, each in enumerate(own))
-
-
-def _put(own: Sequence[T | None], axis: int, new: T | None) -> tuple[T | None, ...]:
-    return (*own[:axis], new, *own[axis + 1 :])
 
 
 def _join(inputs: list[Insides]) -> list[Inside | None]:

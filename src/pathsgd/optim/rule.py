@@ -62,9 +62,6 @@ class Rule:
     def decoupled_decay(self) -> float:
         return 0.0 if self.decay == "coupled" else self.weight_decay
 
-    def at_step(self, step: float | Tensor) -> Rule:
-        return Rule(**{**vars(self), "step": step})
-
     def is_compatible(self, other: Rule) -> bool:
         """Whether one kernel can move by both: groups may differ in lr, decay and step count."""
         return self is other or all(getattr(self, name) == getattr(other, name) for name in COMMON)

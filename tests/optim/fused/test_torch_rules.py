@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pathsgd
 from pathsgd import PathNormalized
@@ -18,6 +17,7 @@ from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.fused.gpu.triton_chain import TritonChain
 from pathsgd.optim.fused.implementation import LayerTensors
 from pathsgd.optim.rule import Rule
+from support.calls import Calls
 from support.stacks import KINDS, assert_close, is_fused, rescaled, stack, traced
 
 OPTIMIZERS = {
@@ -118,14 +118,6 @@ def test_groups_with_rules_of_their_own(block, monkeypatch):
 
 def test_a_small_chain_moves_by_few_calls():
     """Each costs as much as the work on some thousands of numbers."""
-
-    class Calls(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += 1
-            return function(*args, **(kwargs or {}))
-
     for name, most in {"SGD": 20, "AdamW": 40}.items():
         _, optimizer = train(stack(7, 20, 33, 5), name, implementation="blocked")
         with Calls() as calls:

@@ -24,7 +24,7 @@ from pathsgd.optim.fused.exponent_frame import ExponentFrame
 from pathsgd.optim.rule import Rule, State
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One layer's parameters with what moves them."""
 

@@ -6,6 +6,7 @@ State has torch's names, shapes and devices, so one step may be fused and the ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class TorchState:
         counts = [self.state[parameter]["step"] for parameter in parameters]
         # On a GPU the tensor itself is incremented before the kernels read it, see count_step.
         steps = [count.item() + 1 if count.is_cpu else count for count in counts]
-        made = {step: rule.at_step(step) for step in {*steps}}
+        made = {step: replace(rule, step=step) for step in {*steps}}
         return [made[step] for step in steps]
 
 
