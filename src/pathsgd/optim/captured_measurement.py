@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 
 import torch
 
+from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, is_due
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, has_step_hooks
-from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
+from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.optim.relative.coordinates import RelativeMeasurement
 from pathsgd.optim.relative.default_rate import KEY as RATE_STEPS
 

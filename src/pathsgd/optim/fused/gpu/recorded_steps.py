@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from pathsgd.optim.cuda_graph import ERROR_MODE, CUDAGraph
+from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph
 from pathsgd.optim.fused.implementation import Launch, LayerTensors
 from pathsgd.optim.rule import Rule
 
