@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
+from pathsgd.geometry.captured_norm import measure_again
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, exact_ldexp
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.operations.extended_views import apply_view
-from pathsgd.geometry.passes import powered_network
-from pathsgd.geometry.precision import full_precision
+from pathsgd.geometry.passes import PoweredNetwork, Values
 from pathsgd.geometry.range_check import RangeCheck
 from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.nodes import Reshape
@@ -81,37 +81,34 @@ def path_norm(
     ends = _choose_ends(graph, region)
     if per_output and region is None:
         ends = list(graph.outputs)
-    arithmetic, found = _forward(graph, tensors, p, ends)
-    if per_output:
-        return [_take_root(arithmetic, value, log) for value in found]
-    sums = [
-        arithmetic.reduce(apply_view(Reshape((value.mantissa.numel(),)), value), [0])
-        for value in found
-        if value.mantissa.numel()
-    ]
-    if not sums:
-        return torch.tensor(-math.inf if log else 0.0, dtype=arithmetic.dtype)
-    return _take_root(arithmetic, arithmetic.add(sums), log).reshape(())
+
+    def measure(network: PoweredNetwork, check: RangeCheck | None) -> list[Tensor]:
+        arithmetic, values = network.arithmetic, _forward(network, check, ends)
+        if per_output:
+            return [_take_root(arithmetic, value, log) for value in values]
+        sums = [
+            arithmetic.reduce(apply_view(Reshape((value.mantissa.numel(),)), value), [0])
+            for value in values
+            if value.mantissa.numel()
+        ]
+        if not sums:
+            return [torch.tensor(-math.inf if log else 0.0, dtype=arithmetic.dtype)]
+        return [_take_root(arithmetic, arithmetic.add(sums), log).reshape(())]
+
+    found = measure_again(graph, tensors, p, (tuple(ends), per_output, log), measure)
+    return found if per_output else found[0]
 
 
-def _forward(
-    graph: PathGraph, tensors: Tensors, p: float, ends: list[int]
-) -> tuple[Arithmetic, list[ExtendedFloat]]:
-    """The path weights that arrive at ``ends``: in plain floats if they are enough, else with exponents."""
-    plain = powered_network(graph, tensors, p)
-    with full_precision(plain.device):
-        wanted = [plain.folded.whole[k] for k in ends]
-        check, values = RangeCheck(plain), {}
-        for k, value in plain.join_norms().forward(wanted):
+def _forward(network: PoweredNetwork, check: RangeCheck | None, ends: list[int]) -> list[ExtendedFloat]:
+    """The path weights that arrive at ``ends``."""
+    wanted = [network.folded.whole[k] for k in ends]
+    values: Values = {}
+    for k, value in network.join_norms().forward(wanted):
+        if check is not None:
             check.see(k, value, forward=True)
-            if k in wanted:
-                values[k] = value
-        with torch.no_grad():
-            trusted = check.passed()
-        network = plain if trusted else powered_network(graph, tensors, p, exponents=True)
-        if not trusted:
-            values = {k: value for k, value in network.forward(wanted) if k in wanted}
-        return network.arithmetic, [values[k] for k in wanted]
+        if k in wanted:
+            values[k] = value
+    return [values[k] for k in wanted]
 
 
 def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:

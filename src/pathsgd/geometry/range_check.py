@@ -44,6 +44,9 @@ def is_due(count: int) -> bool:
 Extremes = list[list[float]]
 """The least and the largest numbers that a check has seen, in its order."""
 
+Looked = tuple[int, bool, Tensor, Tensor]
+"""A place (node, forward), and the least and the largest number there."""
+
 Suspects = set[tuple[int, bool, float]]
 """Places (node, forward, bound) where something is below the bound, or is zero."""
 
@@ -53,7 +56,7 @@ class RangeCheck:
     """Records the extremes of a pass as it goes, and compares them with the safe range once, at the end."""
 
     network: PoweredNetwork
-    looked: list[tuple[int, bool, Tensor, Tensor]] = field(default_factory=list)
+    looked: list[Looked] = field(default_factory=list)
     factors: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     """Of what gamma_in and gamma_out of a parameter are multiplied by."""
     has_room: bool = True
@@ -101,9 +104,12 @@ class RangeCheck:
         self.factors.append((k, *torch.aminmax(mantissa)))
 
     def passed(self) -> bool:
-        if not self.looked:
-            return True
-        extremes = self.extremes().tolist()
+        """Whether plain floats were enough."""
+        return not self.looked or self.accepts(self.extremes().tolist())
+
+    @torch.no_grad()
+    def accepts(self, extremes: Extremes) -> bool:
+        """The same, if these are the extremes of what was looked at."""
         suspects = self.suspects(extremes)
         passed = suspects is not None and (not suspects or self._only_dead(sorted(suspects)))
         if not passed:
