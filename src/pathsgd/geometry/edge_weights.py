@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import are_plain, foreach
+from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.nodes import Shape, Stored, Weight
@@ -42,7 +43,7 @@ class EdgeWeights:
 
     In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; all of them are computed
     together, in a few calls. Powers of linear layers are computed block by block and never stored, see
-    :mod:`pathsgd.geometry.operations.contraction`.
+    :mod:`pathsgd.geometry.operations.contraction`, and on a GPU those of most convolutions neither.
     """
 
     def __init__(self, graph: PathGraph, tensors: Tensors, arithmetic: Arithmetic) -> None:
@@ -56,6 +57,8 @@ class EdgeWeights:
         self._powered: frozenset[int] = frozenset()
         if not arithmetic.exponents and not math.isinf(arithmetic.p):
             self._powered = self._plan.powered
+            if _squares_convolutions(arithmetic, tensors):
+                self._powered -= self._plan.convolutions
         self._of_powers = replace(arithmetic, as_given=True)
 
     def signed(self, k: int) -> Tensor:
@@ -107,7 +110,7 @@ class EdgeWeights:
         if k not in self._powers:
             vectors = self._plan.vectors_of.get(k)
             if vectors is None:
-                others = self._plan.others
+                others = [k for k in self._plan.others if k in self._powered]
                 products = [self._multiply(stored_in(self._plan.weights[j])) for j in others]
                 self._powers.update(zip(others, _take_powers(self.arithmetic, products), strict=True))
             else:
@@ -141,6 +144,12 @@ class EdgeWeights:
             epsilon = column.inverse_sigma
             self._columns[column] = joined if epsilon is None else _inverse_sigma(joined, epsilon)
         return self._columns[column]
+
+
+def _squares_convolutions(arithmetic: Arithmetic, tensors: Tensors) -> bool:
+    """Whether kernels square the weights of convolutions as they read them."""
+    on_gpu = arithmetic.p == 2 and has_triton() and next(iter(tensors.values())).is_cuda
+    return on_gpu and are_plain(list(tensors.values()))
 
 
 def _split(vectors: Vectors, joined: Tensor) -> Iterator[tuple[int, Tensor]]:

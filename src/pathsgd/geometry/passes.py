@@ -75,7 +75,8 @@ class PoweredNetwork:
         for k, node, sources, used_up in self.graph.steps(frozenset(wanted), bool(self.norms)):
             inputs = [gamma_in[source] for source in sources]
             if k in norms:
-                value = ExtendedFloat(apply_norm(inputs[0].mantissa, *edges.of_norm(norms, k)))
+                y = apply_norm(inputs[0].mantissa, *edges.of_norm(norms, k), norms[k].border)
+                value = ExtendedFloat(y)
             else:
                 arithmetic, weight = edges.for_operation(k)
                 value = apply(arithmetic, node.operation, inputs, weight, node.shape, device)
@@ -106,7 +107,7 @@ class PoweredNetwork:
             if k in self.norms:
                 norm, x = self.norms[k], gamma_in[self.norms[k].source].mantissa
                 scale, _ = self.edges.of_norm(self.norms, k)
-                back = adjoin_norm(gamma_out.mantissa, x, scale)
+                back = adjoin_norm(gamma_out.mantissa, x, scale, norm.border_back)
                 for shift in norm.shifts:
                     yield shift, ExtendedFloat(back.shift)
                 yield norm.scale, ExtendedFloat(back.scale)

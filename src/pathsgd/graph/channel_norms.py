@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pathsgd.graph.nodes import Add, Multiply, Shape, Source, Weight
+from pathsgd.graph.nodes import Add, Conv, Multiply, Shape, Source, Weight
 from pathsgd.graph.path_graph import PathGraph
 
 
@@ -19,6 +19,10 @@ class ChannelNorm(NamedTuple):
     """What is normalised."""
     scale: int
     shifts: tuple[int, ...]
+    border: Shape = ()
+    """How many zeros the convolutions that read it see beyond its edges; none if they see none."""
+    border_back: Shape = ()
+    """The same of what flows back into the convolution that is normalised."""
 
 
 def find_channel_norms(graph: PathGraph) -> dict[int, ChannelNorm]:
@@ -37,8 +41,31 @@ def find_channel_norms(graph: PathGraph) -> dict[int, ChannelNorm]:
         source = graph.nodes[scales[0]].inputs[0]
         weights = [graph.nodes[j].operation.weight for j in node.inputs]  # type: ignore[union-attr]
         if graph.nodes[source].shape == node.shape and all(_is_by_channel(w, node.shape) for w in weights):
-            found[k] = ChannelNorm(source, scales[0], tuple(shifts))
+            convs = [graph.nodes[reader].operation for reader in readers[k]]
+            border = _join([_see_forward(conv) for conv in convs if isinstance(conv, Conv)])
+            operation = graph.nodes[source].operation
+            back = _join([_see_backward(operation)] if isinstance(operation, Conv) else [])
+            found[k] = ChannelNorm(source, scales[0], tuple(shifts), border, back)
     return found
+
+
+def _see_forward(conv: Conv) -> Shape:
+    return () if conv.transposed else conv.padding
+
+
+def _see_backward(conv: Conv) -> Shape:
+    if conv.transposed or set(conv.stride) != {1}:
+        return ()
+    taps = conv.weight.shape[2:]
+    sizes = zip(conv.dilation, taps, conv.padding, strict=True)
+    return tuple(max(0, dilation * (n - 1) - padding) for dilation, n, padding in sizes)
+
+
+def _join(borders: list[Shape]) -> Shape:
+    """The largest on each axis of images; none if there are no zeros."""
+    images = [border for border in borders if len(border) == 2]
+    joined = tuple(map(max, zip(*images, strict=True)))
+    return joined if any(joined) else ()
 
 
 def _is_by_channel(weight: Weight, shape: Shape) -> bool:

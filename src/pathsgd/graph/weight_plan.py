@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pathsgd.graph.nodes import Linear, Multiply, Reshape, Shape, Source, Stored, Weight
+from pathsgd.graph.nodes import Conv, Linear, Multiply, Reshape, Shape, Source, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 
 
@@ -46,6 +46,8 @@ class WeightPlan(NamedTuple):
     """By each of their nodes."""
     others: tuple[int, ...]
     """What is powered and no vector."""
+    convolutions: frozenset[int]
+    """Of one image, not too large: those that GPU kernels of ours compute."""
 
 
 def plan_weights(graph: PathGraph) -> WeightPlan:
@@ -58,7 +60,29 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
             alike.setdefault(_kind_of(weights[k]), []).append(k)
     vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values() if len(nodes) > 1}
     vectors_of = {k: each for nodes, each in vectors.items() for k in nodes}
-    return WeightPlan(weights, powered, vectors, vectors_of, tuple(sorted(powered.difference(vectors_of))))
+    others = tuple(sorted(powered.difference(vectors_of)))
+    convolutions = frozenset(k for k in others if _is_of_one_image(graph, k))
+    return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
+
+
+MOST_PATCHES = 1 << 22
+"""Places times channels times taps of an image, up to which kernels for one image are faster than cudnn's."""
+
+
+def is_of_one_image(operation: Conv, x: Shape, y: Shape) -> bool:
+    """Whether a convolution from x to y is of one image that is not too large, or the transpose of one."""
+    if len(x) != 4 or x[0] != 1 or operation.groups != 1:
+        return False
+    places = math.prod((x if operation.transposed else y)[2:])
+    taps = math.prod(operation.weight.shape[2:])
+    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_PATCHES
+
+
+def _is_of_one_image(graph: PathGraph, k: int) -> bool:
+    node = graph.nodes[k]
+    if not isinstance(node.operation, Conv):
+        return False
+    return is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape)
 
 
 def keep_factors(weight: Weight) -> tuple[Stored, ...]:

@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pathsgd.geometry.operations.gpu.norm_kernels import norm_adjoint_kernel
-from pathsgd.geometry.operations.gpu.patch_kernels import fold_kernel, gather_kernel
+from pathsgd.geometry.operations.gpu.conv_kernels import conv_kernel, spread_kernel, weight_kernel
+from pathsgd.geometry.operations.gpu.norm_kernels import norm_adjoint_kernel, norm_kernel
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import BLOCK, TOGETHER, multi_tensor_kernel
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
 from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
@@ -110,14 +110,18 @@ for kernel, constants in (
     (relative.sum_kernel, dict(AT_ONCE=1024)),
 ):
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
-for kernel in (gather_kernel, fold_kernel):
-    types = dict.fromkeys(kernel.arg_names, "i32") | dict(x="*fp32", patches="*fp32")
-    for last in (False, True):
-        taps = {name: 3 for name in kernel.arg_names if name.startswith("TAPS")}
-        compiled(kernel, types, dict(CHANNELS_LAST=last, **taps))
-sizes = dict.fromkeys(("images", "channels", "places"), "i32")
-types = dict.fromkeys(norm_adjoint_kernel.arg_names, "*fp32") | sizes
-compiled(norm_adjoint_kernel, types, dict(CHANNELS=4, PLACES=128))
+pointers = ["x", "y", "weight", "gradient", "result", "parts", "spread", "scale", "shift", "back", "by_scale"]
+pointers = dict.fromkeys([*pointers, "by_shift"], "*fp32") | dict(counters="*i32")
+tile = dict(TAPS_Y=3, TAPS_X=3, OUTPUTS=64)
+for kernel, constants in (
+    (conv_kernel, dict(IN_ORDER=True, CHANNELS_LAST=True, SQUARE=True, EVEN=False, PLACES=16, **tile)),
+    (conv_kernel, dict(IN_ORDER=False, CHANNELS_LAST=False, SQUARE=True, EVEN=True, PLACES=16, **tile)),
+    (weight_kernel, dict(CHANNELS_LAST=False, TERMS=32, **tile)),
+    (spread_kernel, {}),
+    (norm_kernel, {}),
+    (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),
+):
+    compiled(kernel, {n: pointers.get(n, "i32") for n in kernel.arg_names}, constants)
 print("compiled")
 """
 

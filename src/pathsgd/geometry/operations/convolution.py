@@ -18,12 +18,19 @@ from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
 from pathsgd.graph.nodes import Conv, Shape
 from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.weight_plan import is_of_one_image
 
 
 def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
     """A convolution (or its transpose) in the powered network."""
     if is_sharded(weight):
         return conv_shards(conv, arithmetic, operation, x, weight)
+    size = _output_size(operation, tuple(x.mantissa.shape[2:]))
+    by_kernel = not math.isinf(arithmetic.p) and _has_kernel(operation, x.mantissa, size, weight)
+    if by_kernel and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None:
+        from pathsgd.geometry.operations.gpu.image_convolution import convolve
+
+        return ExtendedFloat(convolve(operation, x.mantissa, weight, size, square=True))
     weight = arithmetic.cast(weight)
     head = None
     if x.exponent is None:
@@ -41,10 +48,10 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
         head = head.reshape(1, -1, *(1,) * (ndim - 2))
     if math.isinf(arithmetic.p):
         y = max_conv(operation, x.mantissa, edges)
-    elif _better_as_product(operation, x.mantissa, edges):
+    elif by_kernel:
         from pathsgd.geometry.operations.gpu.image_convolution import convolve
 
-        y = convolve(operation, x.mantissa, edges, _output_size(operation, tuple(x.mantissa.shape[2:])))
+        y = convolve(operation, x.mantissa, edges, size, square=False)
     else:
         y = torch.convolution(
             x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
@@ -53,18 +60,11 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     return arithmetic.normalise(ExtendedFloat(y, head))
 
 
-LARGEST_PRODUCT = 1 << 22
-"""Entries of the matrix of patches up to which it is cheap to write down."""
-
-
-def _better_as_product(operation: Conv, x: Tensor, other: Tensor) -> bool:
-    """Whether it is a convolution of one image of which there are not too many patches."""
-    image = x.is_cuda and x.dim() == 4 and len(x) == 1 and operation.groups == 1
-    if not image or x.dtype != torch.float32 or not (has_triton() and is_plain(x) and is_plain(other)):
+def _has_kernel(operation: Conv, x: Tensor, out: Shape, other: Tensor) -> bool:
+    """Whether kernels of ours compute a convolution from x to an image of this size, or its transpose."""
+    if not x.is_cuda or x.dtype != torch.float32 or not has_triton():
         return False
-    small = tuple(x.shape[2:]) if operation.transposed else _output_size(operation, tuple(x.shape[2:]))
-    taps = operation.weight.shape[2:]
-    return math.prod(taps) == 1 or math.prod(small) * math.prod(operation.weight.shape[1:]) <= LARGEST_PRODUCT
+    return is_of_one_image(operation, tuple(x.shape), (1, 0, *out)) and is_plain(x) and is_plain(other)
 
 
 def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
@@ -116,7 +116,9 @@ def conv_weight_adjoint(
     x, gradient = arithmetic.align(x, rest), arithmetic.align(gradient, rest)
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
-    elif not operation.transposed and _better_as_product(operation, x.mantissa, gradient.mantissa):
+    elif not operation.transposed and _has_kernel(
+        operation, x.mantissa, tuple(gradient.mantissa.shape[2:]), gradient.mantissa
+    ):
         from pathsgd.geometry.operations.gpu.image_convolution import adjoin_weight
 
         value = adjoin_weight(operation, x.mantissa, gradient.mantissa, weight)
