@@ -134,7 +134,7 @@ class Strides(nn.Module):
 def test_kernels_together(kind, p, layout, monkeypatch):
     """gamma by all kernels, each writing the zeros around its images that the next one reads."""
     model, x = build(kind, torch.float64)
-    graph = pathsgd.trace(model.to(memory_format=layout), x)
+    graph = pathsgd.trace(model.to(DEVICE, memory_format=layout), x.to(DEVICE))
     tensors = {name: tensor.float() for name, tensor in graph.tensors(model).items()}
     expected = measure_gammas(graph, {name: tensor.double() for name, tensor in tensors.items()}, p)
     monkeypatch.setattr(passes, "_gains_by_joining", lambda device: True)

@@ -47,7 +47,8 @@ class WeightPlan(NamedTuple):
     others: tuple[int, ...]
     """What is powered and no vector."""
     convolutions: frozenset[int]
-    """Of one image, not too large: those that GPU kernels of ours compute."""
+    """Whose powers need not be kept on a GPU: those of one image, not too large, by more than one tap. Our
+    kernels square their weights."""
 
 
 def plan_weights(graph: PathGraph) -> WeightPlan:
@@ -61,7 +62,7 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values() if len(nodes) > 1}
     vectors_of = {k: each for nodes, each in vectors.items() for k in nodes}
     others = tuple(sorted(powered.difference(vectors_of)))
-    convolutions = frozenset(k for k in others if _is_of_one_image(graph, k))
+    convolutions = frozenset(k for k in others if _is_squared_when_read(graph, k))
     return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
 
 
@@ -78,11 +79,18 @@ def is_of_one_image(operation: Conv, x: Shape, y: Shape) -> bool:
     return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_PATCHES
 
 
-def _is_of_one_image(graph: PathGraph, k: int) -> bool:
+def _is_squared_when_read(graph: PathGraph, k: int) -> bool:
     node = graph.nodes[k]
     if not isinstance(node.operation, Conv):
         return False
-    return is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape)
+    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape)
+    return own and not is_pointwise(node.operation)
+
+
+def is_pointwise(operation: Conv) -> bool:
+    """Whether a convolution is the same matrix at each place."""
+    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
+    return once and not any(operation.padding) and not any(operation.output_padding)
 
 
 def keep_factors(weight: Weight) -> tuple[Stored, ...]:

@@ -116,7 +116,7 @@ tile = dict(TAPS_Y=3, TAPS_X=3, OUTPUTS=64)
 for kernel, constants in (
     (conv_kernel, dict(IN_ORDER=True, CHANNELS_LAST=True, SQUARE=True, EVEN=False, PLACES=16, **tile)),
     (conv_kernel, dict(IN_ORDER=False, CHANNELS_LAST=False, SQUARE=True, EVEN=True, PLACES=16, **tile)),
-    (weight_kernel, dict(CHANNELS_LAST=False, TERMS=32, **tile)),
+    (weight_kernel, dict(CHANNELS_LAST=False, TERMS=32, PLACES=16, **tile)),
     (spread_kernel, {}),
     (norm_kernel, {}),
     (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),

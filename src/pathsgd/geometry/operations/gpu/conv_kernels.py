@@ -13,7 +13,7 @@ STEP: tl.constexpr = tl.constexpr(32)
 """Terms of a sum that tensor cores add at a time."""
 ROUND_UP: tl.constexpr = tl.constexpr(1 + 2**-23)
 ENTRIES: tl.constexpr = tl.constexpr(512)
-"""Of a program that copies."""
+"""Of a program that copies or adds."""
 INTEGERS = [
     "channels", "height", "width", "rows", "columns", "border_y", "border_x", "stride_y", "stride_x",
     "x_channel", "x_y", "x_x", "x_row", "x_column", "x_tap_y", "x_tap_x", "origin", "g_output", "g_row",
@@ -53,34 +53,16 @@ def _add_product(total, a, b):
     return tl.fma(tl.dot(a, b, input_precision="tf32x3"), tl.full(total.shape, ROUND_UP, tl.float32), total)
 
 
-@triton.jit
-def _store_sum(total, result, parts, at, known, entries, counters, tile, split, splits):
-    """Stores the sum over splits: the last program of a tile adds them, in their order."""
-    if splits == 1:
-        tl.store(result + at, total, known)
-    else:
-        tl.store(parts + split.to(tl.int64) * entries + at, total, known)
-        tl.debug_barrier()  # all of it is written before it is counted
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1:
-            part = parts + at
-            total = tl.load(part, known, 0.0, cache_modifier=".cg")
-            for _ in range(1, splits):
-                part += entries
-                total += tl.load(part, known, 0.0, cache_modifier=".cg")
-            tl.store(result + at, total, known)
-            tl.store(counters + tile, 0)  # for the next kernel
-
-
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
 def conv_kernel(
-    x, weight, result, parts, counters, outputs, channels, rows, columns, origin, x_row, x_column, x_channel,
-    x_tap_y, x_tap_x, w_output, w_channel, w_tap, entries, share, splits,
+    x, weight, parts, outputs, channels, rows, columns, origin, x_row, x_column, x_channel, x_tap_y, x_tap_x,
+    w_output, w_channel, w_tap, share,
     TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, IN_ORDER: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """``result[output, place]``, the sum over terms (channel, tap) of the weight, or its square, times what
-    the tap sees. A split has ``share`` steps of the sum. ``IN_ORDER``: terms follow each other as the weights
-    of an output lie in memory; ``EVEN``: they fill whole steps."""
+    """``parts[split, output, place]``, the sum over ``share`` steps of terms (channel, tap) of the weight, or
+    its square, times what the tap sees. ``IN_ORDER``: terms follow each other as the weights of an output lie
+    in memory; ``EVEN``: they fill whole steps."""
     places, terms = rows * columns, channels * (TAPS_Y * TAPS_X)
     across = tl.cdiv(places, PLACES)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -102,35 +84,46 @@ def conv_kernel(
             w = tl.where((term < terms)[None, :], w, 0.0)
         at = channel * x_channel + tap // TAPS_X * x_tap_y + tap % TAPS_X * x_tap_x
         total = _add_product(total, w, tl.load(sees + at[:, None]))
-    at, known = output * places + place, known & (place < places)
-    _store_sum(total, result, parts, at, known, entries, counters, tile, split, splits)
+    tl.store(parts + (split * outputs + output) * places + place, total, known & (place < places))
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def add_kernel(parts, total, entries, splits):
+    """The sum of the parts, in their order."""
+    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    known = at < entries
+    part = parts + at
+    found = tl.load(part, known, 0.0)
+    for _ in range(1, splits):
+        part += entries
+        found += tl.load(part, known, 0.0)
+    tl.store(total + at, found, known)
 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x", "gradient"])
 def weight_kernel(
-    x, gradient, result, parts, counters, outputs, channels, rows, columns, origin, x_row, x_column,
-    x_channel, x_tap_y, x_tap_x, g_output, g_row, w_output, entries, share, splits,
+    x, gradient, result, outputs, channels, rows, columns, origin, x_row, x_column,
+    x_channel, x_tap_y, x_tap_x, g_output, g_row, w_output,
     TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUTPUTS: tl.constexpr,
-    TERMS: tl.constexpr,
+    TERMS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """``result[output, channel, tap]``, laid out as the weight is: the sum over places of the gradient times
     what the tap sees."""
     places, terms = rows * columns, channels * (TAPS_Y * TAPS_X)
     across = tl.cdiv(terms, TERMS)
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
     output = (tile // across * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
     k = tile % across * TERMS + tl.arange(0, TERMS)
     channel, tap = _split_terms(tl.minimum(k, terms - 1), channels, TAPS_Y * TAPS_X, CHANNELS_LAST)
     sees = x + (origin + channel * x_channel + tap // TAPS_X * x_tap_y + tap % TAPS_X * x_tap_x)[None, :]
     flows, known = gradient + output * g_output, output < outputs
     total = tl.zeros((OUTPUTS, TERMS), tl.float32)
-    for step in range(split * share, tl.minimum(tl.cdiv(places, STEP), (split + 1) * share)):
-        place = step * STEP + tl.arange(0, STEP)
+    for step in range(tl.cdiv(places, PLACES)):
+        place = step * PLACES + tl.arange(0, PLACES)
         inside = place < places
         place = tl.minimum(place, places - 1)
         row, column = place // columns, place % columns
         g = tl.load(flows + (row * g_row + column)[None, :], known & inside[None, :], 0.0)
         at = row * x_row + column * x_column
         total = _add_product(total, g, tl.load(sees + at[:, None]))
-    at, known = output * w_output + k[None, :], known & (k < terms)[None, :]
-    _store_sum(total, result, parts, at, known, entries, counters, tile, split, splits)
+    tl.store(result + output * w_output + k[None, :], total, known & (k < terms)[None, :])
