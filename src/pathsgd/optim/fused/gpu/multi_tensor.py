@@ -167,9 +167,10 @@ class MultiTensorStep:
         """Tells the kernel where gradients lie, and the rates."""
         rates = [0.0 if isinstance(rule.lr, Tensor) else float(rule.lr) for rule, _ in groups]
         if (self.gradients, rates) != self._told:
-            values = torch.tensor(rates, dtype=torch.float64)
             self.fields[:, 1] = torch.tensor(self.gradients)
-            self.fields.view(torch.float64)[:, 7] = values.repeat_interleave(torch.tensor(self.lengths))
+            if rates != self._told[1]:
+                by_row = [rate for rate, n in zip(rates, self.lengths, strict=True) for _ in range(n)]
+                self.fields.view(torch.float64)[:, 7] = torch.tensor(by_row, dtype=torch.float64)
             self.table = self._place(self.fields)
             self._told = self.gradients, rates
         start = 0
