@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import are_plain, foreach
-from pathsgd.geometry.devices import has_triton
+from pathsgd.geometry.devices import has_tensor_cores
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.nodes import Shape, Stored, Weight
@@ -148,8 +148,9 @@ class EdgeWeights:
 
 def _squares_convolutions(arithmetic: Arithmetic, tensors: Tensors) -> bool:
     """Whether kernels square the weights of convolutions as they read them."""
-    on_gpu = arithmetic.p == 2 and has_triton() and next(iter(tensors.values())).is_cuda
-    return on_gpu and are_plain(list(tensors.values()))
+    if arithmetic.p != 2 or not has_tensor_cores(next(iter(tensors.values())).device):
+        return False
+    return arithmetic.dtype == torch.float32 and are_plain(list(tensors.values()))
 
 
 def _split(vectors: Vectors, joined: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_plain
-from pathsgd.geometry.devices import has_triton
+from pathsgd.geometry.devices import has_tensor_cores
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
@@ -62,7 +62,7 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
 
 def _has_kernel(operation: Conv, x: Tensor, out: Shape, other: Tensor) -> bool:
     """Whether kernels of ours compute a convolution from x to an image of this size, or its transpose."""
-    if not x.is_cuda or x.dtype != torch.float32 or not has_triton():
+    if x.dtype != torch.float32 or not has_tensor_cores(x.device):
         return False
     return is_of_one_image(operation, tuple(x.shape), (1, 0, *out)) and is_plain(x) and is_plain(other)
 
