@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
@@ -85,15 +86,21 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return local if type(local) is Tensor else tensor.to_local()
 
 
+def is_forward_mode() -> bool:
+    """Whether this is inside of ``torch.autograd.forward_ad.dual_level()``, where any tensor may have a
+    tangent, of which ``requires_grad`` says nothing."""
+    return forward_ad._current_level >= 0
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a kernel of ours may read a tensor: nothing traces, transforms or differentiates its use."""
-    derived = torch.is_grad_enabled() and tensor.requires_grad
+    derived = is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad)
     return not derived and not is_compiling() and not is_transformed(tensor)
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether all of them are."""
-    if is_compiling() or is_transforming():
+    if is_compiling() or is_transforming() or is_forward_mode():
         return False
     return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch import nn
+from torch.autograd import forward_ad
 
 import pathsgd
 from pathsgd.console.networks import ResNet
@@ -25,6 +26,7 @@ CONVOLUTIONS = {
     "several programs": ((70, 20, 3, 3), (1, 1), (1, 1), (1, 1)),
     "stride": ((5, 3, 3, 2), (2, 3), (1, 0), (1, 1)),
     "dilation": ((2, 4, 3, 3), (1, 2), (2, 2), (2, 1)),
+    "one axis": ((5, 3, 7, 1), (1, 1), (3, 0), (1, 1)),
     "pointwise": ((6, 3, 1, 1), (1, 1), (0, 0), (1, 1)),
     "pointwise, stride": ((6, 3, 1, 1), (2, 2), (0, 0), (1, 1)),
     "pointwise, padding": ((6, 3, 1, 1), (1, 1), (1, 0), (1, 1)),
@@ -47,6 +49,8 @@ def test_products(shape, stride, padding, dilation, layout, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.rand(s, generator=generator).to(DEVICE) for s in (shape, (1, shape[1], 9, 8)))
     weight = weight.to(memory_format=layout)
+    if shape[3] == 1:  # whose stride torch leaves open
+        weight = weight.transpose(2, 3).clone(memory_format=layout).transpose(2, 3)
 
     monkeypatch.setattr(convolution, "_has_kernel", lambda operation, x, *_: x.dtype == torch.float32)
 
@@ -147,6 +151,41 @@ def test_kernels_together(kind, p, layout, monkeypatch):
         # gamma is (a sum over paths)^(2/p): of the sum itself fp32 holds so many digits.
         own, right = (each.dense().double() ** (p / 2) for each in (found[name], gamma))
         torch.testing.assert_close(own, right, rtol=1e-6, atol=0)
+
+
+class NormOf(nn.Module):
+    def __init__(self, model, x):
+        super().__init__()
+        self.model, self.graph = model, pathsgd.trace(model, x)
+
+    def forward(self):
+        return pathsgd.path_norm(self.model, self.graph)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch calls itself
+def test_forward_mode(monkeypatch):
+    """Tangents are not lost in kernels: requires_grad does not tell of them."""
+    model, x = build(Vgg, torch.float32)
+    norm = NormOf(model.to(DEVICE).requires_grad_(False), x.to(DEVICE))
+
+    def differentiate():
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(p, torch.ones_like(p)) for n, p in norm.named_parameters()}
+            return forward_ad.unpack_dual(torch.func.functional_call(norm, duals, ())).tangent
+
+    expected = differentiate()
+    monkeypatch.setattr(passes, "_gains_by_joining", lambda device: True)
+    for module in (edge_weights, convolution):
+        monkeypatch.setattr(module, "has_tensor_cores", lambda device: True)
+    torch.testing.assert_close(differentiate(), expected, rtol=1e-5, atol=0)
+
+
+def test_borders_are_for_our_kernels():
+    """torch's convolutions would copy images that lie inside of others."""
+    convs = [nn.Conv2d(4, 4, 3, padding=1, groups=groups, bias=False) for groups in (1, 4, 1)]
+    model = nn.Sequential(convs[0], nn.BatchNorm2d(4), convs[1], nn.BatchNorm2d(4), convs[2]).eval()
+    norms = pathsgd.trace(model, torch.ones(1, 4, 5, 5)).folded.graph.channel_norms
+    assert [(norm.border, norm.border_back) for norm in norms.values()] == [((), (1, 1)), ((1, 1), ())]
 
 
 @pytest.mark.parametrize("with_grad", [False, True])

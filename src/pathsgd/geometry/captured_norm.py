@@ -120,7 +120,8 @@ def measure_again(
         if calls.alike == calls.warm_up and _count_entries(graph) <= MOST_ENTRIES:
             calls.warm_up *= 2  # weights that keep moving are not captured every time
             beside = next((each.captured for each in _calls[graph].values() if each.captured), None)
-            with on_device(network.device), suppress(torch.OutOfMemoryError):
+            # The norm is known already: what ends a capture, as too little memory, is no reason to fail.
+            with on_device(network.device), suppress(RuntimeError):
                 calls.captured = capture(network, measure, beside)
         return found
     finally:

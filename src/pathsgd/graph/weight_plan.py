@@ -66,24 +66,25 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
 
 
-MOST_PATCHES = 1 << 22
-"""Places times channels times taps of an image, up to which kernels for one image are faster than cudnn's."""
+MOST_TERMS = 1 << 22
+"""Of the sums at all places for one output, up to which our kernels are faster than cudnn's."""
 
 
-def is_of_one_image(operation: Conv, x: Shape, y: Shape) -> bool:
-    """Whether a convolution from x to y is of one image that is not too large, or the transpose of one."""
+def is_of_one_image(operation: Conv, x: Shape, size: Shape) -> bool:
+    """Whether a convolution of x, or its transpose, whose result has this size, is of one image that is not
+    too large."""
     if len(x) != 4 or x[0] != 1 or operation.groups != 1:
         return False
-    places = math.prod((x if operation.transposed else y)[2:])
+    places = math.prod(x[2:] if operation.transposed else size)
     taps = math.prod(operation.weight.shape[2:])
-    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_PATCHES
+    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_TERMS
 
 
 def _is_squared_when_read(graph: PathGraph, k: int) -> bool:
     node = graph.nodes[k]
     if not isinstance(node.operation, Conv):
         return False
-    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape)
+    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])
     return own and not is_pointwise(node.operation)
 
 

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pathsgd.geometry.operations.gpu.conv_kernels import conv_kernel, spread_kernel, weight_kernel
+from pathsgd.geometry.operations.gpu.conv_kernels import add_kernel, conv_kernel, spread_kernel, weight_kernel
 from pathsgd.geometry.operations.gpu.norm_kernels import norm_adjoint_kernel, norm_kernel
 from pathsgd.optim.fused.gpu.multi_tensor_kernel import BLOCK, TOGETHER, multi_tensor_kernel
 from pathsgd.optim.fused.gpu.triton_chain import ROWS
@@ -111,12 +111,14 @@ for kernel, constants in (
 ):
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
 pointers = ["x", "y", "weight", "gradient", "result", "parts", "spread", "scale", "shift", "back", "by_scale"]
-pointers = dict.fromkeys([*pointers, "by_shift"], "*fp32") | dict(counters="*i32")
-tile = dict(TAPS_Y=3, TAPS_X=3, OUTPUTS=64)
+pointers = dict.fromkeys([*pointers, "by_shift", "total"], "*fp32")
+taps = dict(TAPS_Y=3, TAPS_X=3)
+tile = dict(SQUARE=True, OUTPUTS=64, PLACES=16, **taps)
 for kernel, constants in (
-    (conv_kernel, dict(IN_ORDER=True, CHANNELS_LAST=True, SQUARE=True, EVEN=False, PLACES=16, **tile)),
-    (conv_kernel, dict(IN_ORDER=False, CHANNELS_LAST=False, SQUARE=True, EVEN=True, PLACES=16, **tile)),
-    (weight_kernel, dict(CHANNELS_LAST=False, TERMS=32, PLACES=16, **tile)),
+    (conv_kernel, dict(IN_ORDER=True, CHANNELS_LAST=True, EVEN=False, **tile)),
+    (conv_kernel, dict(IN_ORDER=False, CHANNELS_LAST=False, EVEN=True, **tile)),
+    (weight_kernel, dict(CHANNELS_LAST=False, OUTPUTS=32, TERMS=32, PLACES=16, **taps)),
+    (add_kernel, {}),
     (spread_kernel, {}),
     (norm_kernel, {}),
     (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),

@@ -50,7 +50,7 @@ def adjoin_norm(gradient: Tensor, x: Tensor, scale: Tensor, border: Shape = ()) 
     images, channels, *sizes = x.shape
     gradient, x, scale = gradient.contiguous(), x.contiguous(), scale.contiguous()
     by_scale, by_shift = torch.empty_like(scale), torch.empty_like(scale)
-    if border and images == 1:
+    if border and images == 1 and x.dtype == torch.float32:
         back, outer = new_bordered(x, tuple(sizes), border)
     else:
         border, sizes = (0, 0), [1, math.prod(sizes)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_capturing, is_compiling, is_transformed
+from pathsgd._torch import is_capturing, is_plain, is_transformed
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp, safe_range
 from pathsgd.geometry.operations.extended_views import cat, stack
 from pathsgd.geometry.sharded import contract_shards
@@ -122,7 +122,7 @@ def _powers(arithmetic: Arithmetic, weight: Tensor, rows: int) -> Iterator[Tenso
     """``|W|^p``, so many rows at a time. On a CPU the squares are written to the same memory each time, which
     takes a fifth of the time that new memory does."""
     blocks = weight.split(rows)
-    plain = weight.device.type == "cpu" and not is_compiling() and not is_transformed(weight)
+    plain = weight.device.type == "cpu" and is_plain(weight)
     if not plain or arithmetic.p != 2 or arithmetic.as_given:
         yield from map(arithmetic.power, blocks)
         return

@@ -60,11 +60,12 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     return arithmetic.normalise(ExtendedFloat(y, head))
 
 
-def _has_kernel(operation: Conv, x: Tensor, out: Shape, other: Tensor) -> bool:
-    """Whether kernels of ours compute a convolution from x to an image of this size, or its transpose."""
+def _has_kernel(operation: Conv, x: Tensor, size: Shape, other: Tensor) -> bool:
+    """Whether kernels of ours compute a convolution of x, or its transpose; ``size`` is that of the
+    result."""
     if x.dtype != torch.float32 or not has_tensor_cores(x.device):
         return False
-    return is_of_one_image(operation, tuple(x.shape), (1, 0, *out)) and is_plain(x) and is_plain(other)
+    return is_of_one_image(operation, tuple(x.shape), size) and is_plain(x) and is_plain(other)
 
 
 def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:

@@ -23,13 +23,16 @@ def new_bordered(like: Tensor, size: Shape, border: Shape) -> tuple[Tensor, Tens
 
 
 def with_border(x: Tensor, border: Shape) -> Tensor:
-    """The image with at least so many zeros around it: as it is, or a copy, which is kept with it."""
-    for image in (x, getattr(x, "copy_with_border", None)):
-        own = (0, 0) if image is None else getattr(image, "border", (0, 0))
-        if image is not None and own[0] >= border[0] and own[1] >= border[1]:
-            return image
-    copy = spread(x, border, (1, 1))
-    x.copy_with_border = copy  # type: ignore[attr-defined]
+    """The image with at least so many zeros around it: as it is, or a copy."""
+    own = getattr(x, "border", (0, 0))
+    return x if own[0] >= border[0] and own[1] >= border[1] else spread(x, border, (1, 1))
+
+
+def keep_border(x: Tensor, border: Shape) -> Tensor:
+    """The same, the copy kept with the image: the backward pass asks for it again."""
+    copy = with_border(getattr(x, "bordered_copy", x), border)
+    if copy is not x:
+        x.bordered_copy = copy  # type: ignore[attr-defined]
     return copy
 
 

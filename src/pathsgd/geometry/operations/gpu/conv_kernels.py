@@ -19,7 +19,7 @@ INTEGERS = [
     "x_channel", "x_y", "x_x", "x_row", "x_column", "x_tap_y", "x_tap_x", "origin", "g_output", "g_row",
     "share", "splits", "entries",
 ]  # fmt: skip
-"""Compiled once for all of them."""
+"""Whose values do not make Triton compile again. Those that vector loads of weights depend on do."""
 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
@@ -102,23 +102,23 @@ def add_kernel(parts, total, entries, splits):
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x", "gradient"])
 def weight_kernel(
-    x, gradient, result, outputs, channels, rows, columns, origin, x_row, x_column,
-    x_channel, x_tap_y, x_tap_x, g_output, g_row, w_output,
+    x, gradient, parts, outputs, channels, rows, columns, origin, x_row, x_column, x_channel, x_tap_y,
+    x_tap_x, g_output, g_row, share,
     TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUTPUTS: tl.constexpr,
     TERMS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """``result[output, channel, tap]``, laid out as the weight is: the sum over places of the gradient times
-    what the tap sees."""
+    """``parts[split, output, channel, tap]``, each laid out as the weight is: the sum over ``share`` steps of
+    places of the gradient times what the tap sees."""
     places, terms = rows * columns, channels * (TAPS_Y * TAPS_X)
     across = tl.cdiv(terms, TERMS)
-    tile = tl.program_id(0)
+    tile, split = tl.program_id(0), tl.program_id(1)
     output = (tile // across * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
     k = tile % across * TERMS + tl.arange(0, TERMS)
     channel, tap = _split_terms(tl.minimum(k, terms - 1), channels, TAPS_Y * TAPS_X, CHANNELS_LAST)
     sees = x + (origin + channel * x_channel + tap // TAPS_X * x_tap_y + tap % TAPS_X * x_tap_x)[None, :]
     flows, known = gradient + output * g_output, output < outputs
     total = tl.zeros((OUTPUTS, TERMS), tl.float32)
-    for step in range(tl.cdiv(places, PLACES)):
+    for step in range(split * share, tl.minimum(tl.cdiv(places, PLACES), (split + 1) * share)):
         place = step * PLACES + tl.arange(0, PLACES)
         inside = place < places
         place = tl.minimum(place, places - 1)
@@ -126,4 +126,4 @@ def weight_kernel(
         g = tl.load(flows + (row * g_row + column)[None, :], known & inside[None, :], 0.0)
         at = row * x_row + column * x_column
         total = _add_product(total, g, tl.load(sees + at[:, None]))
-    tl.store(result + output * w_output + k[None, :], total, known & (k < terms)[None, :])
+    tl.store(parts + (split * outputs + output) * terms + k[None, :], total, known & (k < terms)[None, :])
