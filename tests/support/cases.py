@@ -170,21 +170,22 @@ class Conv1d3d(Case):
 
 
 class Transposed(Case):
-    """Transposed convolutions, with groups and output padding, and uneven adaptive pooling."""
+    """Transposed convolutions, with groups and output padding, also as long as a stride, and uneven adaptive
+    pooling."""
 
     shape = (4, 3, 3)
 
     def __init__(self):
         super().__init__()
         self.a = nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=2)
-        self.b = nn.ConvTranspose2d(4, 1, 2, bias=False)
+        self.b = nn.ConvTranspose2d(4, 1, 2, bias=False, dilation=2, output_padding=1)
 
     def forward(self, x):
         return F.adaptive_avg_pool2d(self.b(self.a(x).relu()), (3, 2))
 
     def unroll(self, net, w, x):
         x = net.conv_transpose(x, w["a.weight"], w["a.bias"], stride=2, padding=1, output_padding=1, groups=2)
-        x = net.conv_transpose(net.relu(x), w["b.weight"])
+        x = net.conv_transpose(net.relu(x), w["b.weight"], dilation=2, output_padding=1)
         return net.adaptive_avg_pool(x, (3, 2))
 
 

@@ -81,7 +81,11 @@ def adjoint(
         case Conv():
             assert weight is not None
             out = tuple(gradient.mantissa.shape)
-            return [conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)]
+            flow = conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)
+            for d, (n, m) in enumerate(zip(shapes[0], flow.mantissa.shape, strict=True)):
+                if n < m:  # a transposed convolution whose output padding is as long as a stride
+                    flow = apply_view(Slice(d, 0, n), flow)
+            return [flow]
         case nodes.Multiply():
             assert weight is not None
             return [arithmetic.multiply(gradient, arithmetic.edges(weight, shapes[0]))]
