@@ -148,9 +148,9 @@ class EdgeWeights:
 
 def _squares_convolutions(arithmetic: Arithmetic, tensors: Tensors) -> bool:
     """Whether kernels square the weights of convolutions as they read them."""
-    if arithmetic.p != 2 or not has_tensor_cores(next(iter(tensors.values())).device):
+    if arithmetic.p != 2 or arithmetic.dtype != torch.float32 or not are_plain(list(tensors.values())):
         return False
-    return arithmetic.dtype == torch.float32 and are_plain(list(tensors.values()))
+    return has_tensor_cores(next(iter(tensors.values())).device)
 
 
 def _split(vectors: Vectors, joined: Tensor) -> Iterator[tuple[int, Tensor]]:

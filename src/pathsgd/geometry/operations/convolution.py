@@ -63,9 +63,9 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
 def _has_kernel(operation: Conv, x: Tensor, size: Shape, other: Tensor) -> bool:
     """Whether kernels of ours compute a convolution of x, or its transpose; ``size`` is that of the
     result."""
-    if x.dtype != torch.float32 or not has_tensor_cores(x.device):
+    if x.dtype != torch.float32 or not (is_plain(x) and is_plain(other)):
         return False
-    return is_of_one_image(operation, tuple(x.shape), size) and is_plain(x) and is_plain(other)
+    return has_tensor_cores(x.device) and is_of_one_image(operation, tuple(x.shape), size)
 
 
 def transpose_conv(operation: Conv, into: Shape, out: Shape) -> Conv:
