@@ -42,8 +42,8 @@ class EdgeWeights:
     """The edge weights of a graph by node. Both passes and gamma ask for them, so each is computed once.
 
     In plain floats ``|w|^p`` of convolutions, biases and norms is kept, too; all of them are computed
-    together, in a few calls. Powers of linear layers are computed block by block and never stored, see
-    :mod:`pathsgd.geometry.operations.contraction`, and on a GPU those of most convolutions neither.
+    together, in a few calls. Not so those of linear layers, which are computed block by block, see
+    :mod:`pathsgd.geometry.operations.contraction`, and of convolutions that GPU kernels square.
     """
 
     def __init__(self, graph: PathGraph, tensors: Tensors, arithmetic: Arithmetic) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pathsgd.graph.image_convolutions import find_image_conv
 from pathsgd.graph.nodes import Add, Conv, Multiply, Shape, Source, Weight
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.weight_plan import is_of_one_image
 
 
 class ChannelNorm(NamedTuple):
@@ -42,27 +42,21 @@ def find_channel_norms(graph: PathGraph) -> dict[int, ChannelNorm]:
         source = graph.nodes[scales[0]].inputs[0]
         weights = [graph.nodes[j].operation.weight for j in node.inputs]  # type: ignore[union-attr]
         if graph.nodes[source].shape == node.shape and all(_is_by_channel(w, node.shape) for w in weights):
-            convs = [_find_conv(graph, reader) for reader in readers[k]]
-            border = _join([conv.padding for conv in convs if conv is not None])
-            normalised = _find_conv(graph, source)
-            back = _join([] if normalised is None else [_see_backward(normalised)])
+            # Of convolutions by our kernels: torch's would copy an image inside of another one.
+            border = _join([_see_forward(find_image_conv(graph, reader)) for reader in readers[k]])
+            back = _join([_see_backward(find_image_conv(graph, source))])
             found[k] = ChannelNorm(source, scales[0], tuple(shifts), border, back)
     return found
 
 
-def _find_conv(graph: PathGraph, k: int) -> Conv | None:
-    """The convolution at node k, if kernels of ours compute it: torch's would copy an image inside of another
-    one."""
-    node = graph.nodes[k]
-    if not isinstance(node.operation, Conv) or node.operation.transposed:
-        return None
-    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])
-    return node.operation if own else None
+def _see_forward(conv: Conv | None) -> Shape:
+    """How far it sees beyond the edges."""
+    return () if conv is None or conv.transposed else conv.padding
 
 
-def _see_backward(conv: Conv) -> Shape:
-    """How far its transpose sees beyond the edges, if strides do not put zeros between places, too."""
-    if set(conv.stride) != {1}:
+def _see_backward(conv: Conv | None) -> Shape:
+    """How far its transpose does, if strides do not put zeros between places, too."""
+    if conv is None or conv.transposed or set(conv.stride) != {1}:
         return ()
     taps = conv.weight.shape[2:]
     sizes = zip(conv.dilation, taps, conv.padding, strict=True)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pathsgd.graph.nodes import Conv, Linear, Multiply, Reshape, Shape, Source, Stored, Weight
+from pathsgd.graph.image_convolutions import find_image_conv, is_pointwise
+from pathsgd.graph.nodes import Linear, Multiply, Reshape, Shape, Source, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 
 
@@ -66,32 +67,9 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
 
 
-MOST_TERMS = 1 << 22
-"""Of the sums at all places for one output, up to which our kernels are faster than cudnn's."""
-
-
-def is_of_one_image(operation: Conv, x: Shape, size: Shape) -> bool:
-    """Whether a convolution of x, or its transpose, whose result has this size, is of one image that is not
-    too large."""
-    if len(x) != 4 or x[0] != 1 or operation.groups != 1:
-        return False
-    places = math.prod(x[2:] if operation.transposed else size)
-    taps = math.prod(operation.weight.shape[2:])
-    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_TERMS
-
-
 def _is_squared_when_read(graph: PathGraph, k: int) -> bool:
-    node = graph.nodes[k]
-    if not isinstance(node.operation, Conv):
-        return False
-    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])
-    return own and not is_pointwise(node.operation)
-
-
-def is_pointwise(operation: Conv) -> bool:
-    """Whether a convolution is the same matrix at each place."""
-    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
-    return once and not any(operation.padding) and not any(operation.output_padding)
+    conv = find_image_conv(graph, k)
+    return conv is not None and not is_pointwise(conv)
 
 
 def keep_factors(weight: Weight) -> tuple[Stored, ...]:

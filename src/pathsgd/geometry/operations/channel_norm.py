@@ -22,7 +22,8 @@ def apply_norm(x: Tensor, scale: Tensor, shift: Tensor, border: Shape = ()) -> T
     if not border or len(x) != 1 or x.dtype != torch.float32 or not are_plain((x, scale, shift)):
         return torch.addcmul(shift, x, scale)
     from pathsgd.geometry.operations.gpu.bordered_image import new_bordered
-    from pathsgd.geometry.operations.gpu.norm_kernels import ENTRIES, norm_kernel
+    from pathsgd.geometry.operations.gpu.conv_kernels import ENTRIES
+    from pathsgd.geometry.operations.gpu.norm_kernels import norm_kernel
 
     x, scale, shift = x.contiguous(), scale.contiguous(), shift.contiguous()
     y, outer = new_bordered(x, tuple(x.shape[2:]), border)

@@ -16,9 +16,9 @@ from pathsgd.geometry.devices import has_tensor_cores
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
+from pathsgd.graph.image_convolutions import is_of_one_image, is_pointwise
 from pathsgd.graph.nodes import Conv, Shape
 from pathsgd.graph.sharded import is_sharded
-from pathsgd.graph.weight_plan import is_of_one_image
 
 
 def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
@@ -27,14 +27,12 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
         return conv_shards(conv, arithmetic, operation, x, weight)
     size = _output_size(operation, tuple(x.mantissa.shape[2:]))
     by_kernel = not math.isinf(arithmetic.p) and _has_kernel(operation, x.mantissa, size, weight)
-    if by_kernel and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None:
-        from pathsgd.geometry.operations.gpu.image_convolution import convolve
-
-        return ExtendedFloat(convolve(operation, x.mantissa, weight, size, square=True))
-    weight = arithmetic.cast(weight)
+    squares = by_kernel and not is_pointwise(operation)
+    squares = squares and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None
+    weight = weight if squares else arithmetic.cast(weight)
     head = None
     if x.exponent is None:
-        edges = arithmetic.power(weight)
+        edges = weight if squares else arithmetic.power(weight)
     else:
         ndim = x.mantissa.dim()
         x = arithmetic.align(x, [d for d in range(ndim) if d != 1])
@@ -51,7 +49,7 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     elif by_kernel:
         from pathsgd.geometry.operations.gpu.image_convolution import convolve
 
-        y = convolve(operation, x.mantissa, edges, size, square=False)
+        y = convolve(operation, x.mantissa, edges, size, square=squares)
     else:
         y = torch.convolution(
             x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,

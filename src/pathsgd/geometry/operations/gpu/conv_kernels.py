@@ -16,7 +16,7 @@ ENTRIES: tl.constexpr = tl.constexpr(512)
 """Of a program that copies or adds."""
 INTEGERS = [
     "channels", "height", "width", "rows", "columns", "border_y", "border_x", "stride_y", "stride_x",
-    "x_channel", "x_y", "x_x", "x_row", "x_column", "x_tap_y", "x_tap_x", "origin", "g_output", "g_row",
+    "x_channel", "x_row", "x_column", "x_tap_y", "x_tap_x", "origin", "g_output", "g_row",
     "share", "splits", "entries",
 ]  # fmt: skip
 """Whose values do not make Triton compile again. Those that vector loads of weights depend on do."""
@@ -24,18 +24,19 @@ INTEGERS = [
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
 def spread_kernel(
-    x, spread, channels, height, width, rows, columns, x_channel, x_y, x_x, border_y, border_x,
+    x, spread, channels, height, width, rows, columns, x_channel, x_row, x_column, border_y, border_x,
     stride_y, stride_x,
 ):  # fmt: skip
     """The image with zeros around it, and between its places if it has strides."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     channel = entry // (rows * columns)
-    y, z = entry // columns % rows - border_y, entry % columns - border_x
+    row, column = entry // columns % rows - border_y, entry % columns - border_x
     known = channel < channels
-    inside = known & (y >= 0) & (z >= 0) & (y % stride_y == 0) & (z % stride_x == 0)
-    y, z = y // stride_y, z // stride_x
-    inside = inside & (y < height) & (z < width)
-    tl.store(spread + entry, tl.load(x + channel * x_channel + y * x_y + z * x_x, inside, 0.0), known)
+    inside = known & (row >= 0) & (column >= 0) & (row % stride_y == 0) & (column % stride_x == 0)
+    row, column = row // stride_y, column // stride_x
+    inside = inside & (row < height) & (column < width)
+    at = channel * x_channel + row * x_row + column * x_column
+    tl.store(spread + entry, tl.load(x + at, inside, 0.0), known)
 
 
 @triton.jit

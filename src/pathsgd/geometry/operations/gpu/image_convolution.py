@@ -11,8 +11,8 @@ from torch import Tensor
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.operations.gpu.bordered_image import keep_border, spread, with_border
 from pathsgd.geometry.operations.gpu.conv_kernels import ENTRIES, STEP, add_kernel, conv_kernel, weight_kernel
+from pathsgd.graph.image_convolutions import is_pointwise
 from pathsgd.graph.nodes import Conv, Shape
-from pathsgd.graph.weight_plan import is_pointwise
 
 OUTPUTS, PLACES = 64, 16
 """The tile of an image that one program computes."""
@@ -25,13 +25,12 @@ LEAST_SHARE, WEIGHT_LEAST_SHARE = 4, 32
 
 
 def convolve(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, square: bool) -> Tensor:
-    """The convolution of one image, or its transpose, by the weights or their squares; ``size`` is that of
-    the result."""
+    """The convolution of one image, or its transpose, by the weights or, if it is not pointwise, their
+    squares; ``size`` is that of the result."""
     if is_pointwise(operation):  # a product of matrices, which cuBLAS is made for
         matrix = weight.reshape(weight.shape[:2])
-        matrix = (matrix.t() if operation.transposed else matrix).to(x.dtype)
-        y = (matrix * matrix if square else matrix) @ x.reshape(x.shape[1], -1)
-        return y.reshape(1, len(matrix), *size)
+        y = (matrix.t() if operation.transposed else matrix) @ x.reshape(x.shape[1], -1)
+        return y.reshape(1, -1, *size)
     weight = _make_dense(weight)
     (outputs, channels, *taps), (w_output, w_channel, *_) = weight.shape, weight.stride()
     reach = [d * (t - 1) for d, t in zip(operation.dilation, taps, strict=True)]

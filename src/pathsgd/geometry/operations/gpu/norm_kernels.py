@@ -5,8 +5,8 @@ convolution reads them next."""
 import triton
 import triton.language as tl
 
-ENTRIES: tl.constexpr = tl.constexpr(512)
-"""Of a program."""
+from pathsgd.geometry.operations.gpu.conv_kernels import ENTRIES
+
 INTEGERS = ["images", "channels", "height", "width", "rows", "columns", "border_y", "border_x"]
 """Compiled once for all of them. ``rows x columns`` is the image with its border."""
 

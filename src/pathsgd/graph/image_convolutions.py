@@ -1,0 +1,36 @@
+"""Convolutions of one image, for which there are GPU kernels of our own."""
+
+from __future__ import annotations
+
+import math
+
+from pathsgd.graph.nodes import Conv, Shape
+from pathsgd.graph.path_graph import PathGraph
+
+MOST_TERMS = 1 << 22
+"""Of the sums at all places for one output, up to which our kernels are faster than cudnn's."""
+
+
+def is_of_one_image(operation: Conv, x: Shape, size: Shape) -> bool:
+    """Whether a convolution of x, or its transpose, whose result has this size, is of one image that is not
+    too large."""
+    if len(x) != 4 or x[0] != 1 or operation.groups != 1:
+        return False
+    places = math.prod(x[2:] if operation.transposed else size)
+    taps = math.prod(operation.weight.shape[2:])
+    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_TERMS
+
+
+def is_pointwise(operation: Conv) -> bool:
+    """Whether a convolution is the same matrix at each place."""
+    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
+    return once and not any(operation.padding) and not any(operation.output_padding)
+
+
+def find_image_conv(graph: PathGraph, k: int) -> Conv | None:
+    """The operation of node k if it is such a convolution."""
+    node = graph.nodes[k]
+    if not isinstance(node.operation, Conv):
+        return None
+    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])
+    return node.operation if own else None
