@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import sys
 
 import torch
@@ -25,19 +23,3 @@ class CUDAGraph(torch.cuda.CUDAGraph):
             _late.append(self)
         else:
             _late.clear()
-
-
-def find_capture(stream: torch.cuda.Stream | None = None) -> int:
-    """The number of the capture that a stream, by default the current one, takes part in, or 0."""
-    stream = stream or torch.cuda.current_stream()
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    driver().cuStreamGetCaptureInfo(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number)
-    )
-    return number.value if status.value else 0
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """Of CUDA, for what torch does not offer."""
-    return ctypes.CDLL("libcuda.so.1")

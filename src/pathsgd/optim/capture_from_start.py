@@ -8,6 +8,7 @@ weights get no dependency on them.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,8 +16,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-from pathsgd.geometry.cuda_graph import driver, find_capture
 
 MOST_STREAMS = 64
 SET_DEPENDENCIES = 1
@@ -38,7 +37,7 @@ def capture_from_start(device: torch.device, owner: object) -> Iterator[None]:
         if is_new:
             side.wait_stream(current)  # which makes it part of the capture
             # If a driver refuses, the work waits as it would have done.
-            driver().cuStreamUpdateCaptureDependencies(
+            _driver().cuStreamUpdateCaptureDependencies(
                 ctypes.c_void_p(side.cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(SET_DEPENDENCIES)
             )
     with _on(side, current):
@@ -91,7 +90,7 @@ gives memory that one has freed to the other, which does not wait for what is st
 
 def _find_side_stream(current: torch.cuda.Stream, owner: object) -> tuple[torch.cuda.Stream, bool]:
     """The owner's in this capture, and whether it has captured nothing yet."""
-    capture = find_capture(current)
+    capture = _find_capture(current)
     side, of = _owned.get(owner, (current, 0))
     if of == capture:
         return side, False
@@ -108,6 +107,24 @@ def _find_free_stream(device: torch.device) -> torch.cuda.Stream | None:
     for k in range(MOST_STREAMS):
         if k == len(streams):
             streams.append(torch.cuda.Stream(device))
-        if not find_capture(streams[k]):
+        if not _find_capture(streams[k]):
             return streams[k]
     return None
+
+
+def find_capture() -> int:
+    """The number of the capture that the current stream takes part in, or 0."""
+    return _find_capture(torch.cuda.current_stream())
+
+
+def _find_capture(stream: torch.cuda.Stream) -> int:
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    _driver().cuStreamGetCaptureInfo(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number)
+    )
+    return number.value if status.value else 0
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

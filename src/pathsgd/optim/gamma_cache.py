@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pathsgd._torch import Version, is_capturing, is_compiling, uncompiled, versions
-from pathsgd.geometry.cuda_graph import find_capture
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.gamma import Gamma, Gammas
@@ -24,7 +23,7 @@ from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.trace import Example
 from pathsgd.optim.backward_start import BackwardStart
 from pathsgd.optim.batch_counters import are_counted
-from pathsgd.optim.capture_from_start import capture_after, capture_from_start
+from pathsgd.optim.capture_from_start import capture_after, capture_from_start, find_capture
 from pathsgd.optim.captured_measurement import CapturedMeasurement
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
