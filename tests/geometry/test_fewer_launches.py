@@ -180,14 +180,6 @@ def test_forward_mode(monkeypatch):
     torch.testing.assert_close(differentiate(), expected, rtol=1e-5, atol=0)
 
 
-def test_borders_are_for_our_kernels():
-    """torch's convolutions would copy images that lie inside of others."""
-    convs = [nn.Conv2d(4, 4, 3, padding=1, groups=groups, bias=False) for groups in (1, 4, 1)]
-    model = nn.Sequential(convs[0], nn.BatchNorm2d(4), convs[1], nn.BatchNorm2d(4), convs[2]).eval()
-    norms = pathsgd.trace(model, torch.ones(1, 4, 5, 5)).folded.graph.channel_norms
-    assert [(norm.border, norm.border_back) for norm in norms.values()] == [((), (1, 1)), ((1, 1), ())]
-
-
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_a_path_norm_takes_little_more_calls_than_a_forward_pass(with_grad, monkeypatch):
     """On a GPU both take as long as they take to call."""

@@ -18,7 +18,7 @@ from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import adjoint, apply
-from pathsgd.geometry.operations.channel_norm import adjoin_norm, apply_norm
+from pathsgd.geometry.operations.channel_norm import adjoin_norm
 from pathsgd.graph.channel_norms import ChannelNorm
 from pathsgd.graph.folding import Folded
 from pathsgd.graph.nodes import Begin, Square, Weighted
@@ -75,8 +75,8 @@ class PoweredNetwork:
         for k, node, sources, used_up in self.graph.steps(frozenset(wanted), bool(self.norms)):
             inputs = [gamma_in[source] for source in sources]
             if k in norms:
-                y = apply_norm(inputs[0].mantissa, *edges.of_norm(norms, k), norms[k].border)
-                value = ExtendedFloat(y)
+                scale, shift = edges.of_norm(norms, k)
+                value = ExtendedFloat(torch.addcmul(shift, inputs[0].mantissa, scale))
             else:
                 arithmetic, weight = edges.for_operation(k)
                 value = apply(arithmetic, node.operation, inputs, weight, node.shape, device)
@@ -107,7 +107,7 @@ class PoweredNetwork:
             if k in self.norms:
                 norm, x = self.norms[k], gamma_in[self.norms[k].source].mantissa
                 scale, _ = self.edges.of_norm(self.norms, k)
-                back = adjoin_norm(gamma_out.mantissa, x, scale, norm.border_back)
+                back = adjoin_norm(gamma_out.mantissa, x, scale)
                 for shift in norm.shifts:
                     yield shift, ExtendedFloat(back.shift)
                 yield norm.scale, ExtendedFloat(back.scale)

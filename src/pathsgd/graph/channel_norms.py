@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pathsgd.graph.image_convolutions import find_image_conv
-from pathsgd.graph.nodes import Add, Conv, Multiply, Shape, Source, Weight
+from pathsgd.graph.nodes import Add, Multiply, Shape, Source, Weight
 from pathsgd.graph.path_graph import PathGraph
 
 
@@ -20,10 +19,6 @@ class ChannelNorm(NamedTuple):
     """What is normalised."""
     scale: int
     shifts: tuple[int, ...]
-    border: Shape = ()
-    """How many zeros the convolutions that read it see beyond its edges; none if they see none."""
-    border_back: Shape = ()
-    """The same of what flows back into the convolution that is normalised."""
 
 
 def find_channel_norms(graph: PathGraph) -> dict[int, ChannelNorm]:
@@ -42,31 +37,8 @@ def find_channel_norms(graph: PathGraph) -> dict[int, ChannelNorm]:
         source = graph.nodes[scales[0]].inputs[0]
         weights = [graph.nodes[j].operation.weight for j in node.inputs]  # type: ignore[union-attr]
         if graph.nodes[source].shape == node.shape and all(_is_by_channel(w, node.shape) for w in weights):
-            # Of convolutions by our kernels: torch's would copy an image inside of another one.
-            border = _join([_see_forward(find_image_conv(graph, reader)) for reader in readers[k]])
-            back = _join([_see_backward(find_image_conv(graph, source))])
-            found[k] = ChannelNorm(source, scales[0], tuple(shifts), border, back)
+            found[k] = ChannelNorm(source, scales[0], tuple(shifts))
     return found
-
-
-def _see_forward(conv: Conv | None) -> Shape:
-    """How far it sees beyond the edges."""
-    return () if conv is None or conv.transposed else conv.padding
-
-
-def _see_backward(conv: Conv | None) -> Shape:
-    """How far its transpose does, if strides do not put zeros between places, too."""
-    if conv is None or conv.transposed or set(conv.stride) != {1}:
-        return ()
-    taps = conv.weight.shape[2:]
-    sizes = zip(conv.dilation, taps, conv.padding, strict=True)
-    return tuple(max(0, dilation * (n - 1) - padding) for dilation, n, padding in sizes)
-
-
-def _join(borders: list[Shape]) -> Shape:
-    """The largest on each axis; none if there are no zeros."""
-    joined = tuple(map(max, zip(*filter(None, borders), strict=True)))
-    return joined if any(joined) else ()
 
 
 def _is_by_channel(weight: Weight, shape: Shape) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pathsgd.graph.image_convolutions import find_image_conv, is_pointwise
+from pathsgd.graph.image_convolutions import find_image_conv
 from pathsgd.graph.nodes import Linear, Multiply, Reshape, Shape, Source, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 
@@ -48,8 +48,8 @@ class WeightPlan(NamedTuple):
     others: tuple[int, ...]
     """What is powered and no vector."""
     convolutions: frozenset[int]
-    """Whose powers need not be kept on a GPU: those of one image, not too large, by more than one tap. Our
-    kernels square their weights."""
+    """Whose powers need not be kept on a GPU: those of one image, not too large. Our kernels square their
+    weights."""
 
 
 def plan_weights(graph: PathGraph) -> WeightPlan:
@@ -63,13 +63,8 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values() if len(nodes) > 1}
     vectors_of = {k: each for nodes, each in vectors.items() for k in nodes}
     others = tuple(sorted(powered.difference(vectors_of)))
-    convolutions = frozenset(k for k in others if _is_squared_when_read(graph, k))
+    convolutions = frozenset(k for k in others if find_image_conv(graph, k))
     return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
-
-
-def _is_squared_when_read(graph: PathGraph, k: int) -> bool:
-    conv = find_image_conv(graph, k)
-    return conv is not None and not is_pointwise(conv)
 
 
 def keep_factors(weight: Weight) -> tuple[Stored, ...]:

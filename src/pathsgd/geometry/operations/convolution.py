@@ -16,7 +16,7 @@ from pathsgd.geometry.devices import has_tensor_cores
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
-from pathsgd.graph.image_convolutions import is_of_one_image, is_pointwise
+from pathsgd.graph.image_convolutions import is_of_one_image
 from pathsgd.graph.nodes import Conv, Shape
 from pathsgd.graph.sharded import is_sharded
 
@@ -27,8 +27,7 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
         return conv_shards(conv, arithmetic, operation, x, weight)
     size = _output_size(operation, tuple(x.mantissa.shape[2:]))
     by_kernel = not math.isinf(arithmetic.p) and _has_kernel(operation, x.mantissa, size, weight)
-    squares = by_kernel and not is_pointwise(operation)
-    squares = squares and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None
+    squares = by_kernel and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None
     weight = weight if squares else arithmetic.cast(weight)
     head = None
     if x.exponent is None:

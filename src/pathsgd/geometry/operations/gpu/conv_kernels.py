@@ -1,9 +1,9 @@
-"""Convolutions of one image: forward, back to the image, and to the weights, each as one matrix product whose
-entries are read where they lie.
+"""Convolutions of one image, forward and back to the image: what each tap sees at each place is gathered, and
+multiplied with the weights.
 
-Products are those of fp32 on tensor cores: each factor is the sum of two numbers of 11 bits, and three of the
-four products of these are added. Tensor cores cut off what they cannot hold instead of rounding it, which
-makes every sum of 32 positive terms too small by 2^-23 on average: it is given back by ``ROUND_UP``.
+Products are those of fp32 on tensor cores: each factor is the sum of two numbers, the first of 11 bits, and
+three of the four products of these are added. Tensor cores cut off what they cannot hold instead of rounding
+it, which makes every sum of 32 positive terms too small by 2^-23 on average: it is given back by ``ROUND_UP``.
 """
 
 import triton
@@ -15,77 +15,80 @@ ROUND_UP: tl.constexpr = tl.constexpr(1 + 2**-23)
 ENTRIES: tl.constexpr = tl.constexpr(512)
 """Of a program that copies or adds."""
 INTEGERS = [
-    "channels", "height", "width", "rows", "columns", "border_y", "border_x", "stride_y", "stride_x",
-    "x_channel", "x_row", "x_column", "x_tap_y", "x_tap_x", "origin", "g_output", "g_row",
-    "share", "splits", "entries",
+    "channels", "height", "width", "places", "columns", "terms", "x_channel", "x_row", "x_column",
+    "first_y", "first_x", "place_y", "place_x", "tap_y", "tap_x", "gap_y", "gap_x", "share", "splits",
 ]  # fmt: skip
 """Whose values do not make Triton compile again. Those that vector loads of weights depend on do."""
 
 
+@triton.jit
+def _round(x):
+    """The nearest number of 11 bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + (1 << 12)) & -(1 << 13)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
-def spread_kernel(
-    x, spread, channels, height, width, rows, columns, x_channel, x_row, x_column, border_y, border_x,
-    stride_y, stride_x,
+def gather_kernel(
+    x, high, low, channels, height, width, places, columns, filled, entries, x_channel, x_row, x_column,
+    first_y, first_x, place_y, place_x, tap_y, tap_x, gap_y, gap_x,
+    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, CHANNELS_LAST: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """The image with zeros around it, and between its places if it has strides."""
+    """What is seen, ``high + low``, each by (place, term) or (term, place), with zeros up to ``filled`` on the
+    last axis. Terms are (channel, tap) or, ``CHANNELS_LAST``, (tap, channel). Places and taps are so many rows
+    and columns apart, and there are gaps between those of the image."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    channel = entry // (rows * columns)
-    row, column = entry // columns % rows - border_y, entry % columns - border_x
-    known = channel < channels
-    inside = known & (row >= 0) & (column >= 0) & (row % stride_y == 0) & (column % stride_x == 0)
-    row, column = row // stride_y, column // stride_x
-    inside = inside & (row < height) & (column < width)
-    at = channel * x_channel + row * x_row + column * x_column
-    tl.store(spread + entry, tl.load(x + at, inside, 0.0), known)
-
-
-@triton.jit
-def _split_terms(k, channels, TAPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """(channel, tap) of each term."""
-    if TAPS == 1:
-        return k, 0 * k
+    if BY_PLACE:
+        place, term = entry // filled, entry % filled
+    else:
+        place, term = entry % filled, entry // filled
     if CHANNELS_LAST:
-        return k % channels, k // channels
-    return k // TAPS, k % TAPS
+        channel, tap = term % channels, term // channels
+    else:
+        channel, tap = term // (TAPS_Y * TAPS_X), term % (TAPS_Y * TAPS_X)
+    row = first_y + place // columns * place_y + tap // TAPS_X * tap_y
+    column = first_x + place % columns * place_x + tap % TAPS_X * tap_x
+    inside = (place < places) & (term < channels * (TAPS_Y * TAPS_X))
+    inside = inside & (row >= 0) & (column >= 0) & (row % gap_y == 0) & (column % gap_x == 0)
+    row, column = row // gap_y, column // gap_x
+    inside = inside & (row < height) & (column < width)
+    value = tl.load(x + channel * x_channel + row * x_row + column * x_column, inside, 0.0)
+    rounded = _round(value)
+    tl.store(high + entry, rounded, entry < entries)
+    tl.store(low + entry, value - rounded, entry < entries)
 
 
-@triton.jit
-def _add_product(total, a, b):
-    return tl.fma(tl.dot(a, b, input_precision="tf32x3"), tl.full(total.shape, ROUND_UP, tl.float32), total)
-
-
-@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
-def conv_kernel(
-    x, weight, parts, outputs, channels, rows, columns, origin, x_row, x_column, x_channel, x_tap_y, x_tap_x,
-    w_output, w_channel, w_tap, share,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, IN_ORDER: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    SQUARE: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, PLACES: tl.constexpr,
+@triton.jit(do_not_specialize=INTEGERS)
+def product_kernel(
+    high, low, matrix, parts, rows, terms, columns, filled, m_row, m_channel, m_tap, share,
+    TAPS: tl.constexpr, IN_ORDER: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``parts[split, output, place]``, the sum over ``share`` steps of terms (channel, tap) of the weight, or
-    its square, times what the tap sees. ``IN_ORDER``: terms follow each other as the weights of an output lie
-    in memory; ``EVEN``: they fill whole steps."""
-    places, terms = rows * columns, channels * (TAPS_Y * TAPS_X)
-    across = tl.cdiv(places, PLACES)
+    """``parts[split, row, column]``, the sum over ``share`` steps of terms of the matrix, or its squares, times
+    ``(high + low)[column]``. ``IN_ORDER``: the terms of a row of the matrix follow each other in memory, else
+    they are (channel, tap); ``EVEN``: they fill whole steps."""
+    across = tl.cdiv(columns, COLUMNS)
     tile, split = tl.program_id(0), tl.program_id(1)
-    output = (tile // across * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
-    place = (tile % across * PLACES + tl.arange(0, PLACES))[None, :]
-    here = tl.minimum(place, places - 1)
-    sees = x + (origin + here // columns * x_row + here % columns * x_column)
-    weighs, known = weight + output * w_output, output < outputs
-    total = tl.zeros((OUTPUTS, PLACES), tl.float32)
+    row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+    sees = (tl.minimum(column, columns - 1) * filled)[None, :]
+    own, known = matrix + row * m_row, row < rows
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(split * share, tl.minimum(tl.cdiv(terms, STEP), (split + 1) * share)):
-        term = step * STEP + tl.arange(0, STEP)
-        k = term if EVEN else tl.minimum(term, terms - 1)
-        channel, tap = _split_terms(k, channels, TAPS_Y * TAPS_X, CHANNELS_LAST)
-        at = k if IN_ORDER else channel * w_channel + tap * w_tap
-        w = tl.load(weighs + at[None, :], known, 0.0).to(tl.float32)
+        term = tl.arange(0, STEP) + step * STEP
+        at = term if IN_ORDER else term // TAPS * m_channel + term % TAPS * m_tap
+        there = known if EVEN else known & (term < terms)[None, :]
+        m = tl.load(own + at[None, :], there, 0.0).to(tl.float32)
+        x_high, x_low = tl.load(high + sees + term[:, None]), tl.load(low + sees + term[:, None])
         if SQUARE:
-            w = w * w
-        if not EVEN:
-            w = tl.where((term < terms)[None, :], w, 0.0)
-        at = channel * x_channel + tap // TAPS_X * x_tap_y + tap % TAPS_X * x_tap_x
-        total = _add_product(total, w, tl.load(sees + at[:, None]))
-    tl.store(parts + (split * outputs + output) * places + place, total, known & (place < places))
+            m = m * m
+        m_high = _round(m)
+        part = tl.dot(m - m_high, x_high, input_precision="tf32")
+        part = tl.dot(m_high, x_low, part, input_precision="tf32")
+        part = tl.dot(m_high, x_high, part, input_precision="tf32")
+        total = tl.fma(part, tl.full(total.shape, ROUND_UP, tl.float32), total)
+    at = (split * rows + row) * columns + column[None, :]
+    tl.store(parts + at, total, known & (column < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -99,32 +102,3 @@ def add_kernel(parts, total, entries, splits):
         part += entries
         found += tl.load(part, known, 0.0)
     tl.store(total + at, found, known)
-
-
-@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x", "gradient"])
-def weight_kernel(
-    x, gradient, parts, outputs, channels, rows, columns, origin, x_row, x_column, x_channel, x_tap_y,
-    x_tap_x, g_output, g_row, share,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUTPUTS: tl.constexpr,
-    TERMS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """``parts[split, output, channel, tap]``, each laid out as the weight is: the sum over ``share`` steps of
-    places of the gradient times what the tap sees."""
-    places, terms = rows * columns, channels * (TAPS_Y * TAPS_X)
-    across = tl.cdiv(terms, TERMS)
-    tile, split = tl.program_id(0), tl.program_id(1)
-    output = (tile // across * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
-    k = tile % across * TERMS + tl.arange(0, TERMS)
-    channel, tap = _split_terms(tl.minimum(k, terms - 1), channels, TAPS_Y * TAPS_X, CHANNELS_LAST)
-    sees = x + (origin + channel * x_channel + tap // TAPS_X * x_tap_y + tap % TAPS_X * x_tap_x)[None, :]
-    flows, known = gradient + output * g_output, output < outputs
-    total = tl.zeros((OUTPUTS, TERMS), tl.float32)
-    for step in range(split * share, tl.minimum(tl.cdiv(places, PLACES), (split + 1) * share)):
-        place = step * PLACES + tl.arange(0, PLACES)
-        inside = place < places
-        place = tl.minimum(place, places - 1)
-        row, column = place // columns, place % columns
-        g = tl.load(flows + (row * g_row + column)[None, :], known & inside[None, :], 0.0)
-        at = row * x_row + column * x_column
-        total = _add_product(total, g, tl.load(sees + at[:, None]))
-    tl.store(parts + (split * outputs + output) * terms + k[None, :], total, known & (k < terms)[None, :])
