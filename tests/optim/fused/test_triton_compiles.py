@@ -112,9 +112,9 @@ for kernel, constants in (
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
 pointers = ["x", "high", "low", "matrix", "gradient", "parts", "scale", "back", "by_scale", "by_shift", "total"]
 pointers = dict.fromkeys(pointers, "*fp32")
-tile = dict(SQUARE=True, COLUMNS=16, TAPS=9)
+tile = dict(SQUARE=True, ROWS=64, COLUMNS=16, TAPS=9)
 for kernel, constants in (
-    (gather_kernel, dict(TAPS_Y=3, TAPS_X=3, CHANNELS_LAST=True, BY_PLACE=True)),
+    (gather_kernel, dict(TAPS_Y=3, TAPS_X=3, CHANNELS_LAST=True, BY_PLACE=True, GAPS=True, LINES=16, ACROSS=64)),
     (product_kernel, dict(EVEN=False, IN_ORDER=True, **tile)),
     (product_kernel, dict(EVEN=True, IN_ORDER=False, m_row=1, **tile)),
     (add_kernel, {}),

@@ -13,9 +13,9 @@ STEP: tl.constexpr = tl.constexpr(32)
 """Terms of a sum that tensor cores add at a time."""
 ROUND_UP: tl.constexpr = tl.constexpr(1 + 2**-23)
 ENTRIES: tl.constexpr = tl.constexpr(512)
-"""Of a program that copies or adds."""
+"""Of a program that adds."""
 INTEGERS = [
-    "channels", "height", "width", "places", "columns", "terms", "x_channel", "x_row", "x_column",
+    "channels", "height", "width", "places", "columns", "lines", "terms", "x_channel", "x_row", "x_column",
     "first_y", "first_x", "place_y", "place_x", "tap_y", "tap_x", "gap_y", "gap_x", "share", "splits",
 ]  # fmt: skip
 """Whose values do not make Triton compile again. Those that vector loads of weights depend on do."""
@@ -30,32 +30,34 @@ def _round(x):
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=["x"])
 def gather_kernel(
-    x, high, low, channels, height, width, places, columns, filled, entries, x_channel, x_row, x_column,
+    x, high, low, channels, height, width, places, columns, lines, filled, x_channel, x_row, x_column,
     first_y, first_x, place_y, place_x, tap_y, tap_x, gap_y, gap_x,
     TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, CHANNELS_LAST: tl.constexpr, BY_PLACE: tl.constexpr,
+    GAPS: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """What is seen, ``high + low``, each by (place, term) or (term, place), with zeros up to ``filled`` on the
-    last axis. Terms are (channel, tap) or, ``CHANNELS_LAST``, (tap, channel). Places and taps are so many rows
-    and columns apart, and there are gaps between those of the image."""
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    if BY_PLACE:
-        place, term = entry // filled, entry % filled
-    else:
-        place, term = entry % filled, entry // filled
+    """What is seen, ``high + low``, each by (place, term) or (term, place): so many lines, with zeros up to
+    ``filled``. Terms are (channel, tap) or, ``CHANNELS_LAST``, (tap, channel). Places and taps are so many rows
+    and columns apart, and there may be gaps between those of the image."""
+    line = (tl.program_id(0) * LINES + tl.arange(0, LINES))[:, None]
+    across = (tl.program_id(1) * ACROSS + tl.arange(0, ACROSS))[None, :]
+    place = line if BY_PLACE else across
+    term = across if BY_PLACE else line
     if CHANNELS_LAST:
         channel, tap = term % channels, term // channels
     else:
         channel, tap = term // (TAPS_Y * TAPS_X), term % (TAPS_Y * TAPS_X)
     row = first_y + place // columns * place_y + tap // TAPS_X * tap_y
     column = first_x + place % columns * place_x + tap % TAPS_X * tap_x
-    inside = (place < places) & (term < channels * (TAPS_Y * TAPS_X))
-    inside = inside & (row >= 0) & (column >= 0) & (row % gap_y == 0) & (column % gap_x == 0)
-    row, column = row // gap_y, column // gap_x
+    inside = (place < places) & (tap < TAPS_Y * TAPS_X) & (channel < channels) & (row >= 0) & (column >= 0)
+    if GAPS:
+        inside = inside & (row % gap_y == 0) & (column % gap_x == 0)
+        row, column = row // gap_y, column // gap_x
     inside = inside & (row < height) & (column < width)
     value = tl.load(x + channel * x_channel + row * x_row + column * x_column, inside, 0.0)
     rounded = _round(value)
-    tl.store(high + entry, rounded, entry < entries)
-    tl.store(low + entry, value - rounded, entry < entries)
+    at, known = line * filled + across, (line < lines) & (across < filled)
+    tl.store(high + at, rounded, known)
+    tl.store(low + at, value - rounded, known)
 
 
 @triton.jit(do_not_specialize=INTEGERS)

@@ -22,6 +22,8 @@ from pathsgd.graph.nodes import Conv, Shape
 
 ROWS, FEW_COLUMNS, MANY_COLUMNS = 64, 16, 64
 """Of the tile that one program computes: for tiny images, and for others."""
+LINES, ACROSS = 16, 64
+"""The same of what is gathered."""
 PROGRAMS = 132
 """One for each multiprocessor of an H200: a sum is split between programs up to so many."""
 LEAST_SHARE = 4
@@ -70,12 +72,13 @@ def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_pla
         tap = operation.dilation
     taps = operation.weight.shape[2:]
     terms, places = x.shape[1] * math.prod(taps), math.prod(size)
-    major, minor = (places, terms) if by_place else (terms, places)
-    found = x.new_empty(2, major, math.ceil(minor / STEP.value) * STEP.value)
+    lines, across = (places, terms) if by_place else (terms, places)
+    found = x.new_empty(2, lines, math.ceil(across / STEP.value) * STEP.value)
     with on_device(x.device):
-        gather_kernel[(math.ceil(found[0].numel() / ENTRIES.value),)](
-            x, *found, *x.shape[1:], places, size[1], found.shape[2], found[0].numel(), *x.stride()[1:], *first,
-            *place, *tap, *gap, *taps, CHANNELS_LAST=channels_last, BY_PLACE=by_place,
+        gather_kernel[(math.ceil(lines / LINES), math.ceil(found.shape[2] / ACROSS))](
+            x, *found, *x.shape[1:], places, size[1], *found.shape[1:], *x.stride()[1:], *first, *place,
+            *tap, *gap, *taps, CHANNELS_LAST=channels_last, BY_PLACE=by_place, GAPS=gap != (1, 1),
+            LINES=LINES, ACROSS=ACROSS,
         )  # fmt: skip
     return found
 
