@@ -70,6 +70,24 @@ def test_products(shape, stride, padding, dilation, layout, monkeypatch):
     assert found[2].is_contiguous(memory_format=layout)
 
 
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("weight", [2.0**-58, 2.0**-30, 2.0**18])
+def test_products_near_the_ends_of_the_range(weight, monkeypatch):
+    """Powers of 2^-116, whose last bits are subnormal, times a large image."""
+    operation = Conv(
+        Weight((8, 40, 3, 3), Stored((8, 40, 3, 3), "weight")), *[(1, 1)] * 3, output_padding=(0, 0)
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.empty(8, 40, 3, 3).uniform_(0.5, 1, generator=generator).to(DEVICE) * weight
+    x = torch.empty(1, 40, 5, 5).uniform_(0.5, 1, generator=generator).to(DEVICE) * 2.0**60
+    monkeypatch.setattr(convolution, "_has_kernel", lambda operation, x, *_: x.dtype == torch.float32)
+    found, expected = (
+        convolution.conv(Arithmetic(2.0, dtype), operation, ExtendedFloat(x.to(dtype)), weights).mantissa
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(1, 5, 3, 3), (2, 6, 20, 30), (1, 3, 7), (3, 9, 11, 13)], ids=str)
 def test_adjoints_of_a_norm(shape):
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +154,7 @@ class Strides(nn.Module):
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("kind", [SmallResNet, Vgg, Strides])
 def test_kernels_together(kind, p, layout, monkeypatch):
-    """gamma by all kernels, each writing the zeros around its images that the next one reads."""
+    """gamma by all kernels."""
     model, x = build(kind, torch.float64)
     graph = pathsgd.trace(model.to(DEVICE, memory_format=layout), x.to(DEVICE))
     tensors = {name: tensor.float() for name, tensor in graph.tensors(model).items()}

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pathsgd._torch import is_forward_mode
 from pathsgd.geometry.checked_nodes import BEGIN, PRODUCTS, checked_nodes
 from pathsgd.geometry.edge_weights import Tensors, signed_weights
 from pathsgd.geometry.extended_float import Arithmetic, Bounds, ExtendedFloat, safe_bounds
@@ -77,7 +78,7 @@ class RangeCheck:
             assert weight is not None
             power = arithmetic.power(weight.to(arithmetic.dtype))
             mantissa = torch.where(self.network.edges.signed(k) == 0, 1, power)
-        if mantissa.requires_grad:
+        if mantissa.requires_grad or is_forward_mode():
             mantissa = mantissa.detach()
         self.looked.append((k, forward, *self._find_extremes(mantissa)))
         if not forward and isinstance(operation, Weighted):

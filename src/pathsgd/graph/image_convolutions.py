@@ -18,13 +18,7 @@ def is_of_one_image(operation: Conv, x: Shape, size: Shape) -> bool:
         return False
     places = math.prod(x[2:] if operation.transposed else size)
     taps = math.prod(operation.weight.shape[2:])
-    return taps == 1 or places * taps * operation.weight.shape[1] <= MOST_TERMS
-
-
-def is_pointwise(operation: Conv) -> bool:
-    """Whether a convolution is the same matrix at each place."""
-    once = set(operation.weight.shape[2:]) | set(operation.stride) == {1}
-    return once and not any(operation.padding) and not any(operation.output_padding)
+    return places * taps * operation.weight.shape[1] <= MOST_TERMS
 
 
 def find_image_conv(graph: PathGraph, k: int) -> Conv | None:

@@ -110,14 +110,15 @@ for kernel, constants in (
     (relative.sum_kernel, dict(AT_ONCE=1024)),
 ):
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
-pointers = ["x", "high", "low", "matrix", "gradient", "parts", "scale", "back", "by_scale", "by_shift", "total"]
-pointers = dict.fromkeys(pointers, "*fp32")
+pointers = ["x", "high", "low", "matrix", "gradient", "parts", "scale", "back", "by_scale", "by_shift"]
+pointers = dict.fromkeys([*pointers, "total"], "*fp32")
+taps = dict(TAPS_Y=3, TAPS_X=3)
 tile = dict(SQUARE=True, ROWS=64, COLUMNS=16, TAPS=9)
 for kernel, constants in (
-    (gather_kernel, dict(TAPS_Y=3, TAPS_X=3, CHANNELS_LAST=True, BY_PLACE=True, GAPS=True, LINES=16, ACROSS=64)),
+    (gather_kernel, dict(taps, CHANNELS_LAST=True, BY_PLACE=True, GAPS=True, LINES=8, ACROSS=64)),
     (product_kernel, dict(EVEN=False, IN_ORDER=True, **tile)),
     (product_kernel, dict(EVEN=True, IN_ORDER=False, m_row=1, **tile)),
-    (add_kernel, {}),
+    (add_kernel, dict(ENTRIES=512)),
     (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),
 ):
     made = compiled(kernel, {n: pointers.get(n, "i32") for n in kernel.arg_names}, constants)

@@ -1,9 +1,10 @@
-"""Convolutions of one image, forward and back to the image: what each tap sees at each place is gathered, and
-multiplied with the weights.
+"""Convolutions of one image and their adjoints: what each tap sees at each place is gathered, and a matrix is
+multiplied with it, of weights or of what flows back.
 
-Products are those of fp32 on tensor cores: each factor is the sum of two numbers, the first of 11 bits, and
-three of the four products of these are added. Tensor cores cut off what they cannot hold instead of rounding
-it, which makes every sum of 32 positive terms too small by 2^-23 on average: it is given back by ``ROUND_UP``.
+Products have the precision of fp32 on tensor cores: each factor is the sum of two numbers, the first of 11
+bits, and three of the four products of these are added. Tensor cores cut off what they cannot hold instead of
+rounding it, which makes every sum of 32 positive terms too small by 2^-23 on average: ``ROUND_UP`` gives it
+back.
 """
 
 import triton
@@ -12,8 +13,6 @@ import triton.language as tl
 STEP: tl.constexpr = tl.constexpr(32)
 """Terms of a sum that tensor cores add at a time."""
 ROUND_UP: tl.constexpr = tl.constexpr(1 + 2**-23)
-ENTRIES: tl.constexpr = tl.constexpr(512)
-"""Of a program that adds."""
 INTEGERS = [
     "channels", "height", "width", "places", "columns", "lines", "terms", "x_channel", "x_row", "x_column",
     "first_y", "first_x", "place_y", "place_x", "tap_y", "tap_x", "gap_y", "gap_x", "share", "splits",
@@ -36,8 +35,8 @@ def gather_kernel(
     GAPS: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """What is seen, ``high + low``, each by (place, term) or (term, place): so many lines, with zeros up to
-    ``filled``. Terms are (channel, tap) or, ``CHANNELS_LAST``, (tap, channel). Places and taps are so many rows
-    and columns apart, and there may be gaps between those of the image."""
+    ``filled``. Terms are (channel, tap) or, ``CHANNELS_LAST``, (tap, channel). Places and taps are so many
+    rows and columns apart, and there may be gaps between those of the image."""
     line = (tl.program_id(0) * LINES + tl.arange(0, LINES))[:, None]
     across = (tl.program_id(1) * ACROSS + tl.arange(0, ACROSS))[None, :]
     place = line if BY_PLACE else across
@@ -66,9 +65,9 @@ def product_kernel(
     TAPS: tl.constexpr, IN_ORDER: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``parts[split, row, column]``, the sum over ``share`` steps of terms of the matrix, or its squares, times
-    ``(high + low)[column]``. ``IN_ORDER``: the terms of a row of the matrix follow each other in memory, else
-    they are (channel, tap); ``EVEN``: they fill whole steps."""
+    """``parts[split, row, column]``, the sum over ``share`` steps of terms of the matrix, or its squares,
+    times ``(high + low)[column]``. ``IN_ORDER``: the terms of a row of the matrix follow each other in
+    memory, else they are (channel, tap); ``EVEN``: they fill whole steps."""
     across = tl.cdiv(columns, COLUMNS)
     tile, split = tl.program_id(0), tl.program_id(1)
     row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
@@ -94,7 +93,7 @@ def product_kernel(
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def add_kernel(parts, total, entries, splits):
+def add_kernel(parts, total, entries, splits, ENTRIES: tl.constexpr):
     """The sum of the parts, in their order."""
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     known = at < entries

@@ -5,25 +5,22 @@ then."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pathsgd.geometry.devices import on_device
-from pathsgd.geometry.operations.gpu.conv_kernels import (
-    ENTRIES,
-    STEP,
-    add_kernel,
-    gather_kernel,
-    product_kernel,
-)
-from pathsgd.graph.image_convolutions import is_pointwise
+from pathsgd.geometry.operations.gpu.conv_kernels import STEP, add_kernel, gather_kernel, product_kernel
 from pathsgd.graph.nodes import Conv, Shape
 
 ROWS, FEW_COLUMNS, MANY_COLUMNS = 64, 16, 64
-"""Of the tile that one program computes: for tiny images, and for others."""
-LINES, ACROSS = 16, 64
-"""The same of what is gathered."""
+"""Of the tile of a product that one program computes: for tiny images, and for others. Tensor cores of a
+Hopper multiply 64 rows."""
+LINES, ACROSS = 8, 64
+"""The tile of what is gathered."""
+ENTRIES = 512
+"""Of a program that adds."""
 PROGRAMS = 132
 """One for each multiprocessor of an H200: a sum is split between programs up to so many."""
 LEAST_SHARE = 4
@@ -33,49 +30,58 @@ LEAST_SHARE = 4
 def convolve(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, square: bool) -> Tensor:
     """The convolution of one image, or its transpose, by the weights or their squares; ``size`` is that of
     the result."""
+    if operation.transposed and _has_one_tap(operation) and operation.stride != (1, 1):
+        return _put_apart(operation, x, weight, size, square=square)
     weight = _make_dense(weight)
     (outputs, channels, *taps), (w_output, w_channel, *_) = weight.shape, weight.stride()
     if operation.transposed:
         outputs, channels, w_output, w_channel = channels, outputs, w_channel, w_output
-    channels_last = not operation.transposed and _is_channels_last(weight)
-    seen = _gather(operation, x, size, channels_last, by_place=True)
-    terms, count = channels * math.prod(taps), math.prod(taps)
-    strides = w_output, w_channel, _tap_stride(weight)
-    y = _multiply(weight, (outputs, terms), strides, seen, count, not operation.transposed, square)
+    channels_last = _is_channels_last(weight)
+    seen = _gather(operation, x, size, channels_last and not operation.transposed, by_place=True)
+    y = _multiply(
+        weight, outputs, channels * math.prod(taps), seen,
+        strides=(w_output, w_channel, weight.shape[1] if channels_last else 1),
+        taps=math.prod(taps), in_order=not operation.transposed, square=square,
+    )  # fmt: skip
     return y.reshape(1, outputs, *size)
 
 
 def adjoin_weight(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
     """``dF/dweight`` of a convolution of one image, laid out as the weight is."""
-    (outputs, channels, *taps), (_, _, *size) = weight.shape, gradient.shape
-    gradient, channels_last = gradient.reshape(outputs, -1), _is_channels_last(weight)
-    if CUBLAS and is_pointwise(operation):
-        return (gradient @ x.reshape(channels, -1).t()).reshape(weight.shape)
-    seen = _gather(operation, x, tuple(size), channels_last, by_place=False)
-    strides = gradient.stride(0), 0, 0
-    result = _multiply(gradient, tuple(gradient.shape), strides, seen, 1, True, False)
+    outputs, channels, *taps = weight.shape
+    channels_last = _is_channels_last(weight)
+    seen = _gather(operation, x, tuple(gradient.shape[2:]), channels_last, by_place=False)
+    gradient = gradient.reshape(outputs, -1)
+    found = _multiply(gradient, outputs, gradient.shape[1], seen, strides=(gradient.stride(0), 0, 0))
     if channels_last:
-        return result.reshape(outputs, *taps, channels).permute(0, 3, 1, 2)
-    return result.reshape(weight.shape)
+        return found.reshape(outputs, *taps, channels).permute(0, 3, 1, 2)
+    return found.reshape(weight.shape)
 
 
-CUBLAS = False
+def _put_apart(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, square: bool) -> Tensor:
+    """The transpose of a convolution by one tap, with strides: most of it is zero."""
+    (rows, columns), (down, right) = x.shape[2:], operation.stride
+    y = convolve(replace(operation, stride=(1, 1)), x, weight, (rows, columns), square=square)
+    whole = y.new_zeros(*y.shape[:2], *size)
+    whole[:, :, : rows * down : down, : columns * right : right] = y
+    return whole
 
 
 def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_place: bool) -> Tensor:
     """What each tap sees at each place, as ``gather_kernel`` has it: high and low."""
+    first, tap = operation.padding, operation.dilation
+    place: Shape
+    gap: Shape
     if operation.transposed:
-        first, place, gap = operation.padding, (1, 1), operation.stride
-        tap = tuple(-d for d in operation.dilation)
+        place, gap, tap = (1, 1), operation.stride, tuple(-d for d in tap)
     else:
-        first, place, gap = tuple(-p for p in operation.padding), operation.stride, (1, 1)
-        tap = operation.dilation
+        place, gap, first = operation.stride, (1, 1), tuple(-p for p in first)
     taps = operation.weight.shape[2:]
     terms, places = x.shape[1] * math.prod(taps), math.prod(size)
     lines, across = (places, terms) if by_place else (terms, places)
     found = x.new_empty(2, lines, math.ceil(across / STEP.value) * STEP.value)
     with on_device(x.device):
-        gather_kernel[(math.ceil(lines / LINES), math.ceil(found.shape[2] / ACROSS))](
+        gather_kernel[(math.ceil(lines / LINES), math.ceil(across / ACROSS))](
             x, *found, *x.shape[1:], places, size[1], *found.shape[1:], *x.stride()[1:], *first, *place,
             *tap, *gap, *taps, CHANNELS_LAST=channels_last, BY_PLACE=by_place, GAPS=gap != (1, 1),
             LINES=LINES, ACROSS=ACROSS,
@@ -84,11 +90,12 @@ def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_pla
 
 
 def _multiply(
-    matrix: Tensor, shape: Shape, strides: Shape, seen: Tensor, taps: int, in_order: bool, square: bool
-) -> Tensor:
-    """The matrix, of this shape and these strides of rows, channels and taps, or its squares, times
-    ``seen.sum(0).T``."""
-    (rows, terms), (_, columns, filled) = shape, seen.shape
+    matrix: Tensor, rows: int, terms: int, seen: Tensor, strides: Shape, taps: int = 1,
+    in_order: bool = True, square: bool = False,
+) -> Tensor:  # fmt: skip
+    """The matrix (rows, terms), or its squares, times what is seen, as ``product_kernel`` has it; strides are
+    those of rows, channels and taps."""
+    _, columns, filled = seen.shape
     tile = FEW_COLUMNS if columns <= FEW_COLUMNS else MANY_COLUMNS
     tiles = math.ceil(rows / ROWS) * math.ceil(columns / tile)
     splits, share = _split(math.ceil(terms / STEP.value), tiles)
@@ -98,7 +105,11 @@ def _multiply(
             *seen, matrix, parts, rows, terms, columns, filled, *strides, share, taps, IN_ORDER=in_order,
             SQUARE=square, EVEN=terms % STEP.value == 0, ROWS=ROWS, COLUMNS=tile,
         )  # fmt: skip
-    return parts[0] if splits == 1 else _add(parts)
+        if splits == 1:
+            return parts[0]
+        total = torch.empty_like(parts[0])
+        add_kernel[(math.ceil(total.numel() / ENTRIES),)](parts, total, total.numel(), splits, ENTRIES)
+        return total
 
 
 def _split(steps: int, tiles: int) -> tuple[int, int]:
@@ -109,22 +120,13 @@ def _split(steps: int, tiles: int) -> tuple[int, int]:
     return math.ceil(steps / share), share
 
 
-def _add(parts: Tensor) -> Tensor:
-    """Sums over the first axis."""
-    total = torch.empty_like(parts[0])
-    with on_device(parts.device):
-        add_kernel[(math.ceil(total.numel() / ENTRIES.value),)](parts, total, total.numel(), len(parts))
-    return total
+def _has_one_tap(operation: Conv) -> bool:
+    return math.prod(operation.weight.shape[2:]) == 1 and not any(operation.padding)
 
 
 def _make_dense(weight: Tensor) -> Tensor:
     """A copy unless channels and taps of an output lie together, in one of two orders."""
     return weight if weight.is_contiguous() or _is_channels_last(weight) else weight.contiguous()
-
-
-def _tap_stride(weight: Tensor) -> int:
-    """From one tap to the next: torch lets an axis of size one have any stride."""
-    return weight.shape[1] if _is_channels_last(weight) else 1
 
 
 def _is_channels_last(weight: Tensor) -> bool:
