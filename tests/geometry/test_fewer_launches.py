@@ -54,6 +54,10 @@ def test_products(shape, stride, padding, dilation, layout, monkeypatch):
 
     monkeypatch.setattr(convolution, "_has_kernel", lambda operation, x, *_: x.dtype == torch.float32)
 
+    def ones_like(value):
+        """As one number, wherever it is read."""
+        return ExtendedFloat(value.mantissa.new_ones(()).expand_as(value.mantissa))
+
     def run(dtype):
         plain, into = Arithmetic(2.0, dtype), ExtendedFloat(x.to(dtype))
         y = convolution.conv(plain, operation, into, weight)
@@ -62,7 +66,9 @@ def test_products(shape, stride, padding, dilation, layout, monkeypatch):
         gradient = ExtendedFloat(ramp.reshape(y.mantissa.shape))
         flow = convolution.conv(plain, back, gradient, weight)
         by_weight = convolution.conv_weight_adjoint(plain, operation, into, gradient, weight)
-        return [value.mantissa for value in (y, flow, by_weight)]
+        ends = ones_like(into), ones_like(gradient)
+        of_ones = convolution.conv_weight_adjoint(plain, operation, *ends, weight)
+        return [value.mantissa for value in (y, flow, by_weight, of_ones)]
 
     found = run(torch.float32)
     for own, expected in zip(found, run(torch.float64), strict=True):

@@ -51,7 +51,7 @@ def adjoin_weight(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) 
     outputs, channels, *taps = weight.shape
     channels_last = _is_channels_last(weight)
     seen = _gather(operation, x, tuple(gradient.shape[2:]), channels_last, by_place=False)
-    gradient = gradient.reshape(outputs, -1)
+    gradient = gradient.reshape(outputs, -1).contiguous()  # which may be one number, expanded
     found = _multiply(gradient, outputs, gradient.shape[1], seen, strides=(gradient.stride(0), 0, 0))
     if channels_last:
         return found.reshape(outputs, *taps, channels).permute(0, 3, 1, 2)
