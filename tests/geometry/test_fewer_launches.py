@@ -18,7 +18,7 @@ from pathsgd.geometry.operations.channel_norm import adjoin_norm
 from pathsgd.geometry.operations.gpu import conv_kernels
 from pathsgd.graph.nodes import Conv, Stored, Weight
 from support.calls import Calls
-from support.networks import SmallResNet, Vgg, build
+from support.networks import DenseNet, PreActivation, SmallResNet, UNet, Vgg, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONVOLUTIONS = {
@@ -158,7 +158,7 @@ class Strides(nn.Module):
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("p", [1, 2])
-@pytest.mark.parametrize("kind", [SmallResNet, Vgg, Strides])
+@pytest.mark.parametrize("kind", [SmallResNet, Vgg, PreActivation, DenseNet, UNet, Strides])
 def test_kernels_together(kind, p, layout, monkeypatch):
     """gamma by all kernels."""
     model, x = build(kind, torch.float64)
