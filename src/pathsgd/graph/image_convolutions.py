@@ -21,10 +21,9 @@ def is_of_one_image(operation: Conv, x: Shape, size: Shape) -> bool:
     return places * taps * operation.weight.shape[1] <= MOST_TERMS
 
 
-def find_image_conv(graph: PathGraph, k: int) -> Conv | None:
-    """The operation of node k if it is such a convolution."""
+def is_image_convolution(graph: PathGraph, k: int) -> bool:
+    """Whether node k is such a convolution."""
     node = graph.nodes[k]
     if not isinstance(node.operation, Conv):
-        return None
-    own = is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])
-    return node.operation if own else None
+        return False
+    return is_of_one_image(node.operation, graph.nodes[node.inputs[0]].shape, node.shape[2:])

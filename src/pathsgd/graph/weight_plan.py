@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pathsgd.graph.image_convolutions import find_image_conv
+from pathsgd.graph.image_convolutions import is_image_convolution
 from pathsgd.graph.nodes import Linear, Multiply, Reshape, Shape, Source, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 
@@ -63,7 +63,7 @@ def plan_weights(graph: PathGraph) -> WeightPlan:
     vectors = {tuple(nodes): _lay_out(nodes, weights) for nodes in alike.values() if len(nodes) > 1}
     vectors_of = {k: each for nodes, each in vectors.items() for k in nodes}
     others = tuple(sorted(powered.difference(vectors_of)))
-    convolutions = frozenset(k for k in others if find_image_conv(graph, k))
+    convolutions = frozenset(k for k in others if is_image_convolution(graph, k))
     return WeightPlan(weights, powered, vectors, vectors_of, others, convolutions)
 
 
