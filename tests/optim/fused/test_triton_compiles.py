@@ -37,11 +37,11 @@ def kind(name, low):
     return "fp32"
 
 
-def compiled(kernel, types, constants, options=None):
+def compiled(kernel, types, constants, options=None, capability=90):
     types = {**types, **dict.fromkeys(constants, "constexpr")}
     made = triton.compile(
         ASTSource(fn=kernel, signature={n: types[n] for n in kernel.arg_names}, constexprs=constants),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options=options,
     )
     assert made.asm["cubin"]
@@ -121,9 +121,13 @@ for kernel, constants in (
     (add_kernel, dict(ENTRIES=512)),
     (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),
 ):
-    made = compiled(kernel, {n: pointers.get(n, "i32") for n in kernel.arg_names}, constants)
-    # On a Hopper's tensor cores: three products of four times eight terms.
-    assert kernel is not product_kernel or made.asm["ptx"].count("wgmma.mma_async") == 12
+    compiled(kernel, {n: pointers.get(n, "i32") for n in kernel.arg_names}, constants)
+# On tensor cores: three products of four times eight terms, of all columns or of half of them.
+types = {n: pointers.get(n, "i32") for n in product_kernel.arg_names}
+for capability, name, count in ((80, "mma.sync", 24), (90, "wgmma.mma_async", 12), (100, "tcgen05.mma", 12)):
+    made = compiled(product_kernel, types, dict(EVEN=True, IN_ORDER=True, **tile), None, capability)
+    assert made.asm["ptx"].count(name + ".") == count, (capability, made.asm["ptx"].count(name + "."))
+    assert made.metadata.shared <= 48 << 10
 print("compiled")
 """
 
