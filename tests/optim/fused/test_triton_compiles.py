@@ -113,11 +113,11 @@ for kernel, constants in (
 pointers = ["x", "high", "low", "matrix", "gradient", "parts", "scale", "back", "by_scale", "by_shift"]
 pointers = dict.fromkeys([*pointers, "total"], "*fp32")
 taps = dict(TAPS_Y=3, TAPS_X=3)
-tile = dict(SQUARE=True, ROWS=64, COLUMNS=16, TAPS=9)
+tile = dict(SQUARE=True, ROWS=64, COLUMNS=16)
 for kernel, constants in (
     (gather_kernel, dict(taps, CHANNELS_LAST=True, BY_PLACE=True, GAPS=True, LINES=8, ACROSS=64)),
-    (product_kernel, dict(EVEN=False, IN_ORDER=True, **tile)),
-    (product_kernel, dict(EVEN=True, IN_ORDER=False, m_row=1, **tile)),
+    (product_kernel, dict(EVEN=False, TAPS=1, **tile)),
+    (product_kernel, dict(EVEN=True, TAPS=9, m_row=1, **tile)),
     (add_kernel, dict(ENTRIES=512)),
     (norm_adjoint_kernel, dict(CHANNELS=4, PLACES=128)),
 ):
@@ -125,7 +125,7 @@ for kernel, constants in (
 # On tensor cores: three products of four times eight terms, of all columns or of half of them.
 types = {n: pointers.get(n, "i32") for n in product_kernel.arg_names}
 for capability, name, count in ((80, "mma.sync", 24), (90, "wgmma.mma_async", 12), (100, "tcgen05.mma", 12)):
-    made = compiled(product_kernel, types, dict(EVEN=True, IN_ORDER=True, **tile), None, capability)
+    made = compiled(product_kernel, types, dict(EVEN=True, TAPS=1, **tile), None, capability)
     assert made.asm["ptx"].count(name + ".") == count, (capability, made.asm["ptx"].count(name + "."))
     assert made.metadata.shared <= 48 << 10
 print("compiled")

@@ -62,12 +62,10 @@ def gather_kernel(
 @triton.jit(do_not_specialize=INTEGERS)
 def product_kernel(
     high, low, matrix, parts, rows, terms, columns, filled, m_row, m_channel, m_tap, share,
-    TAPS: tl.constexpr, IN_ORDER: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``parts[split, row, column]``, the sum over ``share`` steps of terms of the matrix, or its squares,
-    times ``(high + low)[column]``. ``IN_ORDER``: the terms of a row of the matrix follow each other in
-    memory, else they are (channel, tap); ``EVEN``: they fill whole steps."""
+    """``parts[split, row, column]``, the sum over ``share`` steps of terms (channel, tap) of the matrix, or
+    its squares, times ``(high + low)[column]``. ``EVEN``: terms fill whole steps."""
     across = tl.cdiv(columns, COLUMNS)
     tile, split = tl.program_id(0), tl.program_id(1)
     row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
@@ -77,7 +75,7 @@ def product_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(split * share, tl.minimum(tl.cdiv(terms, STEP), (split + 1) * share)):
         term = tl.arange(0, STEP) + step * STEP
-        at = term if IN_ORDER else term // TAPS * m_channel + term % TAPS * m_tap
+        at = term // TAPS * m_channel + term % TAPS * m_tap
         there = known if EVEN else known & (term < terms)[None, :]
         m = tl.load(own + at[None, :], there, 0.0).to(tl.float32)
         x_high, x_low = tl.load(high + sees + term[:, None]), tl.load(low + sees + term[:, None])

@@ -33,17 +33,15 @@ def convolve(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, square:
     if operation.transposed and _has_one_tap(operation) and operation.stride != (1, 1):
         return _put_apart(operation, x, weight, size, square=square)
     weight = _make_dense(weight)
-    (outputs, channels, *taps), (w_output, w_channel, *_) = weight.shape, weight.stride()
+    (outputs, inputs, *taps), channels_last = weight.shape, _is_channels_last(weight)
     if operation.transposed:
-        outputs, channels, w_output, w_channel = channels, outputs, w_channel, w_output
-    channels_last = _is_channels_last(weight)
-    seen = _gather(operation, x, size, channels_last and not operation.transposed, by_place=True)
-    y = _multiply(
-        weight, outputs, channels * math.prod(taps), seen,
-        strides=(w_output, w_channel, weight.shape[1] if channels_last else 1),
-        taps=math.prod(taps), in_order=not operation.transposed, square=square,
-    )  # fmt: skip
-    return y.reshape(1, outputs, *size)
+        seen = _gather(operation, x, size, False, by_place=True)
+        strides = weight.stride(1), weight.stride(0), inputs if channels_last else 1
+        y = _multiply(weight, inputs, outputs * math.prod(taps), seen, strides, math.prod(taps), square)
+    else:  # terms are in the order in which they lie in memory
+        seen = _gather(operation, x, size, channels_last, by_place=True)
+        y = _multiply(weight, outputs, inputs * math.prod(taps), seen, (weight.stride(0), 1, 0), 1, square)
+    return y.reshape(1, -1, *size)
 
 
 def adjoin_weight(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -52,7 +50,8 @@ def adjoin_weight(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) 
     channels_last = _is_channels_last(weight)
     seen = _gather(operation, x, tuple(gradient.shape[2:]), channels_last, by_place=False)
     gradient = gradient.reshape(outputs, -1).contiguous()  # which may be one number, expanded
-    found = _multiply(gradient, outputs, gradient.shape[1], seen, strides=(gradient.stride(0), 0, 0))
+    places = gradient.shape[1]
+    found = _multiply(gradient, outputs, places, seen, (places, 1, 0), 1, square=False)
     if channels_last:
         return found.reshape(outputs, *taps, channels).permute(0, 3, 1, 2)
     return found.reshape(weight.shape)
@@ -90,9 +89,8 @@ def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_pla
 
 
 def _multiply(
-    matrix: Tensor, rows: int, terms: int, seen: Tensor, strides: Shape, taps: int = 1,
-    in_order: bool = True, square: bool = False,
-) -> Tensor:  # fmt: skip
+    matrix: Tensor, rows: int, terms: int, seen: Tensor, strides: Shape, taps: int, square: bool
+) -> Tensor:
     """The matrix (rows, terms), or its squares, times what is seen, as ``product_kernel`` has it; strides are
     those of rows, channels and taps."""
     _, columns, filled = seen.shape
@@ -102,8 +100,8 @@ def _multiply(
     parts = seen.new_empty(splits, rows, columns)
     with on_device(seen.device):
         product_kernel[(tiles, splits)](
-            *seen, matrix, parts, rows, terms, columns, filled, *strides, share, taps, IN_ORDER=in_order,
-            SQUARE=square, EVEN=terms % STEP.value == 0, ROWS=ROWS, COLUMNS=tile,
+            *seen, matrix, parts, rows, terms, columns, filled, *strides, share, taps, SQUARE=square,
+            EVEN=terms % STEP.value == 0, ROWS=ROWS, COLUMNS=tile,
         )  # fmt: skip
         if splits == 1:
             return parts[0]
