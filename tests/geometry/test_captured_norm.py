@@ -15,7 +15,7 @@ import pathsgd
 from pathsgd.geometry import captured_norm
 from pathsgd.geometry.captured_norm import MOST_KINDS, WARM_UP, CapturedNorm
 from pathsgd.geometry.passes import powered_network
-from pathsgd.geometry.range_check import RangeCheck
+from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 
 
 class Graph:
@@ -50,7 +50,7 @@ def captures(monkeypatch):
         made.append(beside)
         return Graph(network, measure).captured
 
-    monkeypatch.setattr(captured_norm, "_is_capturable", lambda tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(captured_norm, "_is_capturable", lambda tensors: True)
     monkeypatch.setattr(captured_norm, "capture", capture)
     monkeypatch.setattr(Graph, "replays", 0)
     with torch.no_grad():
@@ -155,13 +155,37 @@ def test_other_kernels_are_another_kind(captures, monkeypatch):
     assert Graph.replays == 0
 
 
-def test_gradients_a_maximum_and_large_networks_are_eager(captures, monkeypatch):
+@pytest.mark.parametrize("factor", [1.0, 2.0**-70, 2.0**70])
+def test_the_range_of_a_norm_with_gradients_is_that_of_a_replay(captures, factor, monkeypatch):
+    model, graph = build()
+
+    def differentiate():
+        with torch.enable_grad():
+            norm = pathsgd.path_norm(model, graph, log=True)
+        return norm, torch.autograd.grad(norm, list(model.parameters()))
+
+    for _ in range(WARM_UP):
+        differentiate()
+    assert (len(captures), Graph.replays) == (1, 0)
+    for parameter in model[4].parameters():
+        parameter.mul_(factor)
+    eager = []
+    monkeypatch.setattr(
+        captured_norm,
+        "measure_in_range",
+        lambda *given, **by: eager.append(by) or measure_in_range(*given, **by),
+    )
+    found = differentiate()
+    assert Graph.replays == 1
+    assert [by["exponents"] for by in eager] == ([False] if factor == 1 else [False, True])
+    with captured_norm._lock:
+        expected = differentiate()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_maximum_and_large_networks_are_eager(captures, monkeypatch):
     model, graph = build()
     measure(model, graph, WARM_UP)
-    with torch.enable_grad():
-        pathsgd.path_norm(model, graph).backward()
-    assert model[0].weight.grad is not None
-    assert Graph.replays == 0
     measure(model, graph, 2 * WARM_UP, p=math.inf)
     # Weights and biases, units.
     monkeypatch.setattr(captured_norm, "MOST_ENTRIES", 46 + 13)

@@ -106,6 +106,31 @@ def test_all_kinds_of_layers(network, dtype, replays, monkeypatch):
     assert len(replays) == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_gradients(kind):
+    """Captured from calls that are differentiated, too, and replayed to check their range."""
+    model, x, options = kind()
+    graph = pathsgd.trace(model, x)
+
+    def differentiate():
+        norm = pathsgd.path_norm(model, graph, log=True, **options)
+        own = [p for p in model.parameters() if p.requires_grad]
+        return norm, *torch.autograd.grad(norm, own, allow_unused=True, materialize_grads=True)
+
+    for _ in range(WARM_UP):
+        differentiate()
+    assert any(calls.captured is not None for calls in captured_norm._calls[graph].values())
+    for factor in (1, 1.5, 2.0**80):
+        with torch.no_grad():
+            next(model.parameters()).mul_(factor)
+        found = differentiate()
+        with captured_norm._lock:
+            expected = differentiate()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        assert are_equal(pathsgd.path_norm(model, graph, **options), eager(model, graph, **options))
+
+
 def test_running_statistics_are_those_of_now(replays):
     model, x, _ = resnet()
     graph = captured(model, x)

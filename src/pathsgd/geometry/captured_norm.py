@@ -1,7 +1,8 @@
 """A norm on a GPU as one CUDA graph: hundreds of small kernels for the price of one launch.
 
 A norm that is measured again and again, of weights that stay where they are, is captured and replayed. The
-numbers are those of the eager call, kernel by kernel, and each call checks their range as that does.
+numbers are those of the eager call, kernel by kernel, and each call checks their range as that does. A norm
+that is differentiated is computed eagerly, but for its range, which a replay checks: a third of its calls.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ class CapturedNorm:
         self.passes.replay()
         found = [value.clone() for value in self.found]
         # The host waits here for the copies, too: another stream may write what they were made from.
+        return found if self.is_in_range(network) else None
+
+    def is_in_range(self, network: PoweredNetwork) -> bool:
+        """Whether plain floats were enough in the last replay."""
         extremes = self.extremes.tolist()
         with full_precision(network.device):
-            return found if RangeCheck(network, self.looked).accepts(extremes) else None
+            return RangeCheck(network, self.looked).accepts(extremes)
 
 
 @torch.no_grad()
@@ -110,10 +115,16 @@ def measure_again(
         return measure_in_range(graph, tensors, p, measure)
     try:
         calls = _find_calls(graph, tensors, (float(p), options, *_settings()))
-        network = powered_network(graph, tensors, p)
+        with torch.no_grad():
+            network = powered_network(graph, tensors, p)
         if calls.captured is not None:
             with on_device(network.device):
-                found = calls.captured.replay(network)
+                if are_plain(list(tensors.values())):
+                    found = calls.captured.replay(network)
+                else:
+                    calls.captured.passes.replay()
+                    found = measure_in_range(graph, tensors, p, measure, exponents=False)
+                    found = found if calls.captured.is_in_range(network) else None
             return measure_in_range(graph, tensors, p, measure, exponents=True) if found is None else found
         found = measure_in_range(graph, tensors, p, measure)
         calls.alike += 1
@@ -147,15 +158,21 @@ def _settings() -> tuple[object, ...]:
 
 
 def _is_capturable(tensors: Collection[Tensor]) -> bool:
-    """Whether all are on one GPU, and nothing traces, transforms, differentiates or captures their use."""
+    """Whether all are on one GPU, and nothing traces, transforms or captures their use."""
     device = next(iter(tensors)).device
     return (
         device.type == "cuda"
         and not is_capturing()
-        and are_plain(list(tensors))
+        and _are_plain_values(tensors)
         and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
         and all(tensor.device == device and tensor.layout is torch.strided for tensor in tensors)
     )
+
+
+@torch.no_grad()
+def _are_plain_values(tensors: Collection[Tensor]) -> bool:
+    """Whether they are plain but for being differentiated."""
+    return are_plain(list(tensors))
 
 
 def _count_entries(graph: PathGraph) -> int:
