@@ -65,7 +65,7 @@ def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
     axes.grid(axis="both", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel("training step / that of torch's optimizer of the same kind")
-    axes.legend(frameon=False, fontsize=8, loc="center right")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the marks
     axes.spines[["top", "right"]].set_visible(False)
 
 

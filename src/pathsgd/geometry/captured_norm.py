@@ -115,11 +115,12 @@ def measure_again(
         return measure_in_range(graph, tensors, p, measure)
     try:
         calls = _find_calls(graph, tensors, (float(p), options, *_settings()))
+        is_differentiated = not are_plain(list(tensors.values()))
         with torch.no_grad():
             network = powered_network(graph, tensors, p)
         if calls.captured is not None:
             with on_device(network.device):
-                if are_plain(list(tensors.values())):
+                if not is_differentiated:
                     found = calls.captured.replay(network)
                 else:
                     calls.captured.passes.replay()
@@ -131,6 +132,9 @@ def measure_again(
         if calls.alike == calls.warm_up and _count_entries(graph) <= MOST_ENTRIES:
             calls.warm_up *= 2  # weights that keep moving are not captured every time
             beside = next((each.captured for each in _calls[graph].values() if each.captured), None)
+            if is_differentiated:  # by other kernels: those of the capture are compiled before it
+                with torch.no_grad():
+                    measure_in_range(graph, tensors, p, measure)
             # The norm is known already: what ends a capture, as too little memory, is no reason to fail.
             with on_device(network.device), suppress(RuntimeError):
                 calls.captured = capture(network, measure, beside)

@@ -30,7 +30,7 @@ LEAST_SHARE = 4
 def convolve(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, square: bool) -> Tensor:
     """The convolution of one image, or its transpose, by the weights or their squares; ``size`` is that of
     the result."""
-    if operation.transposed and _has_one_tap(operation) and operation.stride != (1, 1):
+    if operation.transposed and operation.stride != (1, 1) and _sees_one_place(operation):
         return _put_apart(operation, x, weight, size, square=square)
     weight = _make_dense(weight)
     (outputs, inputs, *taps), channels_last = weight.shape, _is_channels_last(weight)
@@ -68,13 +68,13 @@ def _put_apart(operation: Conv, x: Tensor, weight: Tensor, size: Shape, *, squar
 
 def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_place: bool) -> Tensor:
     """What each tap sees at each place, as ``gather_kernel`` has it: high and low."""
-    first, tap = operation.padding, operation.dilation
-    place: Shape
-    gap: Shape
+    once: Shape = (1, 1)
     if operation.transposed:
-        place, gap, tap = (1, 1), operation.stride, tuple(-d for d in tap)
+        first, place, gap = operation.padding, once, operation.stride
+        tap = tuple(-d for d in operation.dilation)
     else:
-        place, gap, first = operation.stride, (1, 1), tuple(-p for p in first)
+        first, place, gap = tuple(-p for p in operation.padding), operation.stride, once
+        tap = operation.dilation
     taps = operation.weight.shape[2:]
     terms, places = x.shape[1] * math.prod(taps), math.prod(size)
     lines, across = (places, terms) if by_place else (terms, places)
@@ -82,7 +82,7 @@ def _gather(operation: Conv, x: Tensor, size: Shape, channels_last: bool, by_pla
     with on_device(x.device):
         gather_kernel[(math.ceil(lines / LINES), math.ceil(across / ACROSS))](
             x, *found, *x.shape[1:], places, size[1], *found.shape[1:], *x.stride()[1:], *first, *place,
-            *tap, *gap, *taps, CHANNELS_LAST=channels_last, BY_PLACE=by_place, GAPS=gap != (1, 1),
+            *tap, *gap, *taps, CHANNELS_LAST=channels_last, BY_PLACE=by_place, GAPS=gap != once,
             LINES=LINES, ACROSS=ACROSS,
         )  # fmt: skip
     return found
@@ -118,7 +118,7 @@ def _split(steps: int, tiles: int) -> tuple[int, int]:
     return math.ceil(steps / share), share
 
 
-def _has_one_tap(operation: Conv) -> bool:
+def _sees_one_place(operation: Conv) -> bool:
     return math.prod(operation.weight.shape[2:]) == 1 and not any(operation.padding)
 
 
