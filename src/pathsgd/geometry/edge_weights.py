@@ -170,8 +170,9 @@ def _base(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor
 
 
 def _inverse_sigma(variance: Tensor, epsilon: float) -> Tensor:
-    """``1 / sqrt(variance + epsilon)``, rounded as the network's own batch norm does."""
-    return torch.rsqrt(variance + epsilon)
+    """``1 / sqrt(variance + epsilon)``, rounded twice: CUDA's ``rsqrt`` is too small by a bit where the
+    variance is 1, in all norms of a new network."""
+    return torch.sqrt(variance + epsilon).reciprocal()
 
 
 @functools.cache
