@@ -210,6 +210,24 @@ def test_writes_are_counted():
     assert all(p._version > count for p, count in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam"])
+def test_strides_along_axes_of_size_one_do_not_matter(name):
+    """Those that torch.compile gives to gradients of 1x1 convolutions."""
+    ends = []
+    for stride in (None, 7):
+        model, x = CASES["one channel"]()
+        model, x = model.to(DEVICE), x.to(DEVICE)
+        optimizer = OPTIMIZERS[name](model, x[:1], implementation="triton")
+        model(x).square().sum().backward()
+        for p in model.parameters() if stride else ():
+            strides = [stride if n == 1 else own for n, own in zip(p.shape, p.grad.stride(), strict=True)]
+            p.grad = p.grad.as_strided(p.shape, strides)
+        optimizer.step()
+        assert uses_kernels(optimizer)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
 def test_both_ways_keep_the_same_growth():
     """In a parameter of three blocks, too."""
     found = []

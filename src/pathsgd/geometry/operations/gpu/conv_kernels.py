@@ -70,7 +70,7 @@ def product_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-    sees = (tl.minimum(column, columns - 1) * filled)[None, :]
+    sees, seen = (column * filled)[None, :], (column < columns)[None, :]
     own, known = matrix + row * m_row, row < rows
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(split * share, tl.minimum(tl.cdiv(terms, STEP), (split + 1) * share)):
@@ -78,7 +78,8 @@ def product_kernel(
         at = term // TAPS * m_channel + term % TAPS * m_tap
         there = known if EVEN else known & (term < terms)[None, :]
         m = tl.load(own + at[None, :], there, 0.0).to(tl.float32)
-        x_high, x_low = tl.load(high + sees + term[:, None]), tl.load(low + sees + term[:, None])
+        x_high = tl.load(high + sees + term[:, None], seen, 0.0)
+        x_low = tl.load(low + sees + term[:, None], seen, 0.0)
         if SQUARE:
             m = m * m
         m_high = _round(m)
