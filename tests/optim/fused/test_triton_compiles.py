@@ -22,6 +22,7 @@ from pathsgd.optim.fused.gpu.triton_chain import ROWS
 from pathsgd.optim.fused.gpu.triton_kernels import finish_kernel, layer_kernel
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS
 from pathsgd.optim.relative.gpu import kernels as relative
+from pathsgd.optim.relative.gpu import spectral_kernels as spectral
 
 INTEGERS = {"next_into_parts", "next_out_parts", "rows", "columns", "rows_each"} | {
     f"{tensor}_{axis}" for tensor in "wg" for axis in ("row", "column")
@@ -110,6 +111,9 @@ for kernel, constants in (
     (relative.sum_kernel, dict(AT_ONCE=1024)),
 ):
     compiled(kernel, {n: tensors.get(n, "fp32") for n in kernel.arg_names}, constants)
+tensors = dict(matrices="*i64", places="*i32")
+for kernel in (spectral.forward_kernel, spectral.backward_kernel, spectral.finish_kernel):
+    compiled(kernel, {n: tensors.get(n, "*fp32") for n in kernel.arg_names}, {})
 pointers = ["x", "high", "low", "matrix", "gradient", "parts", "scale", "back", "by_scale", "by_shift"]
 pointers = dict.fromkeys([*pointers, "total"], "*fp32")
 taps = dict(TAPS_Y=3, TAPS_X=3)

@@ -54,6 +54,15 @@ class OneChannel(nn.Sequential):
         super().__init__(nn.Conv2d(3, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 1))
 
 
+class Wide(nn.Sequential):
+    """More rows and columns than a program goes over at a time."""
+
+    example = (2, 1500)
+
+    def __init__(self):
+        super().__init__(nn.Linear(1500, 4), nn.ReLU(), nn.Linear(4, 1030))
+
+
 class Packed(nn.Module):
     """Queries, keys and values in one matrix, once as rows and once, transposed, as columns; positions."""
 
@@ -91,10 +100,11 @@ CASES = {
     "channels last": channels_last(Convolutions),
     "one channel": lambda: build(OneChannel, torch.float32),
     "Packed": lambda: build(Packed, torch.float32),
+    "Wide": lambda: build(Wide, torch.float32),
 }
 PAIRS = [
-    *((case, "PathMuon") for case in CASES),
-    *((case, "PathAdam") for case in ("channels last", "one channel", "Packed")),
+    *((case, "PathMuon") for case in CASES if case != "Wide"),
+    *((case, "PathAdam") for case in ("channels last", "one channel", "Packed", "Wide")),
     ("Mlp", "PathMuon on weights"),
 ]
 

@@ -85,16 +85,6 @@ def make_vectors(state: dict[str, Tensor], widths: Sequence[int], like: Tensor) 
     return new
 
 
-def iterate(matrices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(norms, next vectors) of a batch of matrices, by one iteration."""
-    with full_precision(x.device):
-        y = matrices @ x.unsqueeze(-1)
-        back = (matrices.mT @ y).squeeze(-1)
-    before, after = (torch.linalg.vector_norm(each, dim=-1) for each in (y.squeeze(-1), back))
-    norms, live = _divide(before, after)
-    return norms, torch.where(live[:, None], back / after[:, None], x)
-
-
 def _follow(y: Sequence[Tensor], back: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
     """The norms from y = A x and A^T y of every matrix A; its vector x becomes that of the next iteration."""
     before, after = (torch.stack(foreach("norm", each)) for each in (y, back))

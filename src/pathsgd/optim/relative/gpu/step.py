@@ -109,13 +109,16 @@ class KernelStep:
         self.fields = layout.fields.clone()
         self.pieces = [piece for k in moved for piece in layout.pieces_of[k]]
         dtype = torch.bfloat16 if muon and self.device.type == "cuda" else torch.float32
-        self.directions, batches, self.order = self._place_directions(matrices, dtype)
+        self.directions, batches = self._place_directions(matrices, dtype)
         dtype = choose_dtype(self.directions) if muon else dtype
         self.normalized = self.directions.view(dtype)
         """In the same place."""
         self.batches = [batch.view(dtype) for batch in batches]
         measured = {n: p for n, p in parameters.items() if n in self.matrices and not muon}
-        self.norms = SpectralNorms(optimizer, measured, measurement, self.order) if measured else None
+        begins = {k: int(self.fields[layout.pieces_of[k][0], 12]) for k in matrices}
+        self.norms = (
+            SpectralNorms(optimizer, measured, measurement, self.directions, begins) if measured else None
+        )
         diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches if muon}
         self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches if muon]
         self.no_rescaling = torch.ones(len(layout.heads), device=self.device)
@@ -138,10 +141,8 @@ class KernelStep:
     def _make_room(self) -> Tensor:
         return torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
-    def _place_directions(
-        self, matrices: list[int], dtype: torch.dtype
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """All directions in one list, those of each shape as a batch of matrices, and whose they are."""
+    def _place_directions(self, matrices: list[int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """All directions in one list, and those of each shape as a batch of matrices."""
         layout, blocks = self.measurement.layout, self.measurement.blocks
         by_shape: dict[tuple[int, int], list[int]] = {}
         for k in matrices:
@@ -154,12 +155,9 @@ class KernelStep:
                     self.fields[piece, 12] = start
                     start += math.prod(self.fields[piece, 5:7].tolist())
         directions = torch.empty(start, dtype=dtype, device=self.device)
-        order = torch.tensor([k for own in by_shape.values() for k in own], device=self.device)
-        return (
-            directions,
-            [directions[first : first + math.prod(shape)].view(shape) for first, *shape in batches],
-            order,
-        )
+        return directions, [
+            directions[first : first + math.prod(shape)].view(shape) for first, *shape in batches
+        ]
 
     def point(self, gradients_only: bool = False) -> None:
         """Tells the kernels where everything lies now, or the gradients, if nothing else has moved."""
@@ -249,8 +247,7 @@ class KernelStep:
         """Adam's step of matrices, of these spectral norms: the same sums."""
         tiles = self.matrix_tiles
         found = self._launch(direction_kernel, tiles, 2, at, self.directions, *self._find_rule())
-        norm = norms.find(self.batches)
-        lengths = lengths.index_copy(0, self.order, lengths[self.order] / torch.where(norm > 0, norm, 1))
+        lengths = lengths / norms.find()
         return found, self._launch(move_kernel, tiles, 2, at, ratios, self.directions, lengths, None, decays)
 
     def _find_rule(self) -> list[float]:
