@@ -57,7 +57,7 @@ def test_norms_with_other_epsilons_are_no_vectors_alike():
     graph = pathsgd.trace(model, torch.ones(1, 2, 3, 3)).folded.graph
     edges = EdgeWeights(graph, graph.tensors(model), Arithmetic(2.0, torch.float32))
     for k, norm in zip(graph.channel_norms.values(), norms, strict=True):
-        expected = (torch.rsqrt(norm.running_var + norm.eps) ** 2).reshape(2, 1, 1)
+        expected = ((1 / torch.sqrt(norm.running_var + norm.eps)) ** 2).reshape(2, 1, 1)
         assert torch.equal(edges.for_operation(k.scale)[1], expected)
 
 

@@ -115,10 +115,10 @@ class KernelStep:
         """In the same place."""
         self.batches = [batch.view(dtype) for batch in batches]
         measured = {n: p for n, p in parameters.items() if n in self.matrices and not muon}
-        begins = {k: int(self.fields[layout.pieces_of[k][0], 12]) for k in matrices}
-        self.norms = (
-            SpectralNorms(optimizer, measured, measurement, self.directions, begins) if measured else None
-        )
+        self.norms: SpectralNorms | None = None
+        if measured:
+            begins = {k: int(self.fields[layout.pieces_of[k][0], 12]) for k in matrices}
+            self.norms = SpectralNorms(optimizer, measured, measurement, self.directions, begins)
         diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches if muon}
         self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches if muon]
         self.no_rescaling = torch.ones(len(layout.heads), device=self.device)
