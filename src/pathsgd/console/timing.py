@@ -74,7 +74,7 @@ def time_training_steps(
                     make_model().to(x.device), make_optimizer, x, y, autocast, compiled, pool
                 )
             except (RuntimeError, ValueError) as error:
-                failed[name] = error
+                failed[name] = error.with_traceback(None)  # whose frames would keep the network
         for name, own in _time_in_turn(steps, seconds / rounds, x.device, alone).items():
             times.setdefault(name, []).append(own)
     medians = {

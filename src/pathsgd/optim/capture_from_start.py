@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pathsgd.geometry.cuda_graph import free_after_capture
+
 MOST_STREAMS = 64
 SET_DEPENDENCIES = 1
 """CU_STREAM_SET_CAPTURE_DEPENDENCIES: in place of those there are."""
@@ -69,6 +71,7 @@ class CapturedCopies:
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
+        free_after_capture(self, self._kept)
 
     def place(self, values: Tensor, device: torch.device) -> Tensor:
         """A copy of the values on the device."""

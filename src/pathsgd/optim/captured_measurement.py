@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph
+from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph, free_after_capture
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
@@ -42,6 +42,7 @@ class CapturedMeasurement(Generic[T]):
         self.seen = None
         if self.extremes is not None:
             self.seen = torch.empty(self.extremes.shape, dtype=self.extremes.dtype, pin_memory=True)
+            free_after_capture(self, self.seen)
         self._usual: Suspects | None = None
         self._replays = 0
         self._stream: torch.cuda.Stream | None = None

@@ -256,6 +256,7 @@ def test_both_ways_keep_the_same_growth():
 @pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}])
 def test_what_the_kernels_do_not_know_they_leave(options):
     model, x = build(Mlp, torch.float32)
+    model, x = model.to(DEVICE), x.to(DEVICE)
     optimizer = PathNormalized(
         torch.optim.AdamW, model, x, relative=True, lr=0.1, implementation="triton", **options
     )

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from pathsgd.geometry.cuda_graph import free_after_capture
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.range_check import safe_range
 from pathsgd.graph.chains import Chain
@@ -54,6 +55,7 @@ class TritonChain:
         )
         self.flag = torch.zeros((), dtype=torch.int32, device=device)
         self._seen = torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda")
+        free_after_capture(self, self._seen)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         blocks = [
             (v.offset, v.parts, v.length, v.place, start)

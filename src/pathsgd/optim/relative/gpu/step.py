@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, has_step_hooks, is_capturing
+from pathsgd.geometry.cuda_graph import free_after_capture
 from pathsgd.optim.relative.coordinates import BlockSubset
 from pathsgd.optim.relative.gpu.kernels import (
     SUMS,
@@ -137,6 +138,7 @@ class KernelStep:
         self._gradients: list[int] = []
         self._spare = self._make_room()
         self._captured: list[Tensor] = []
+        free_after_capture(self, self._captured)
 
     def _make_room(self) -> Tensor:
         return torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
