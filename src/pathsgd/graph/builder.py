@@ -48,6 +48,7 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
+    begins: dict[int, tuple[int, ...]] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """The parameters that some operator reads."""
@@ -64,8 +65,13 @@ class Builder:
 
     # Where paths begin and end
 
-    def begin(self, shape: Iterable[int], reason: str) -> Paths:
-        return self.emit(nodes.Begin(reason), (), shape)
+    def begin(
+        self, shape: Iterable[int], reason: str, after: Iterable[Paths] = (), *, pointwise: bool = False
+    ) -> Paths:
+        """Units where paths begin, computed from other values by something that is no path."""
+        begun = self.emit(nodes.Begin(reason, pointwise), (), shape)
+        self.begins[begun.node] = tuple(value.node for value in after)
+        return begun
 
     def end(self, value: Value, reason: str) -> None:
         """``value`` is read by something that is no path: its units count as outputs of the region."""

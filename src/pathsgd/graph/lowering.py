@@ -41,7 +41,7 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
     parameters = describe_parameters(model, builder, regions, lowering.names)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
-        tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)),
+        tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
     )  # fmt: skip
 
 
@@ -139,9 +139,9 @@ class _Lowering:
 
     def _end(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""
-        carries_paths = any(isinstance(value, Paths) for value in inputs)
+        carrying = [value for value in inputs if isinstance(value, Paths)]
         parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()
-        if not carries_paths and parameters:
+        if not carrying and parameters:
             reason = f"a weight computed by {call.name}"
         for value in inputs:
             self.builder.end(value, reason)
@@ -150,8 +150,9 @@ class _Lowering:
             if not isinstance(fake, Tensor):
                 return fake
             shape = tuple(map(int, fake.shape))
-            if carries_paths and fake.is_floating_point():
-                return self.builder.begin(shape, reason)
+            if carrying and fake.is_floating_point():
+                pointwise = all(self.builder.shape(value) == shape for value in carrying)
+                return self.builder.begin(shape, reason, carrying, pointwise=pointwise)
             return Unknown(shape, fake.is_floating_point(), reason, parameters)
 
         returned = node.meta.get("val")

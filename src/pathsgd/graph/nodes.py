@@ -116,6 +116,8 @@ class Begin:
     """Units where paths begin: inputs of the network, and whatever a non-homogeneous operator returns."""
 
     reason: str
+    pointwise: bool = False
+    """Whether it computes each unit from those at the same place: no norm, and no softmax."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,7 @@ class PathGraph:
         parameters: a :class:`ParameterInfo` by parameter name.
         notes: what a reader of the report should know about the trace.
         boundaries: where regions end inside the network, as (node, module that ends it, reason).
+        begins: by node where paths begin, the ends of other regions that it is computed from.
 
     Example:
         >>> import pathsgd
@@ -132,6 +133,7 @@ class PathGraph:
     parameters: Mapping[str, ParameterInfo]
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
+    begins: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @functools.cached_property
     def folded(self) -> Folded:

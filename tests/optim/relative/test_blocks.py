@@ -137,7 +137,6 @@ def test_layers_of_one_region_share_its_growth():
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
     found = blocks_of(nn.Sequential(*layers), 4)
     assert {block.share for (block,) in found.values()} == {3}
-    assert {block.depth for (block,) in found.values()} == {3}
     # A softmax ends the region of the first two.
     found = blocks_of(nn.Sequential(*layers[:3], nn.Softmax(1), layers[4]), 4)
     assert [found[f"{k}.weight"][0].share for k in (0, 2, 4)] == [2, 2, 1]

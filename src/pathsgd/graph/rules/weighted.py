@@ -48,7 +48,7 @@ def end_at_computed_weight(
     """A layer whose weight is computed from parameters ends the region; its bias opens the next."""
     b.end(x, weight.reason)
     b.end(weight, weight.reason)
-    return b.begin(call.shape if shape is None else shape, weight.reason)
+    return b.begin(call.shape if shape is None else shape, weight.reason, [x])
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot")

@@ -23,6 +23,7 @@ from pathsgd.graph.path_graph import ParameterInfo, PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.views import view_tensor
+from pathsgd.optim.relative.depth import find_depths, find_ratios
 
 MOST = 16
 """Rows that are read apart in more pieces than these stay one block."""
@@ -43,8 +44,8 @@ class Block:
     """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
     share: float
     """How many blocks that turn lie in sequence in its region: a growth is divided between them."""
-    depth: float
-    """How many layers of its region lie in sequence."""
+    ratio: float
+    """Which part of a step it takes."""
     orthogonal: bool
     """Whether Muon orthogonalises its direction: not that of embeddings, of the last layer, and of depthwise
     convolutions."""
@@ -123,8 +124,8 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
 
 
 def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Block]]:
-    """The blocks with the counts of their regions."""
-    depths = _depths(graph)
+    """The blocks with their parts of growth and step."""
+    depths, ratios = find_depths(graph, "nothing"), find_ratios(graph)
     turning = Counter(
         region
         for name, blocks in found.items()
@@ -136,24 +137,9 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
         regions = graph.parameters[name].regions
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
-        counted[name] = [replace(block, share=share, depth=depth) for block in blocks]
+        ratio = min([1.0, *(ratios.get(region, 1.0) for region in regions)])
+        counted[name] = [replace(block, share=share, ratio=ratio if block.turns else 1.0) for block in blocks]
     return counted
-
-
-def _depths(graph: PathGraph) -> dict[int, float]:
-    """By region, the number of layers in sequence; a sum has the mean of its summands' number, since a
-    residual branch adds little to what passes it by."""
-    lengths: list[float] = []
-    found: dict[int, float] = {}
-    for k, node in enumerate(graph.nodes):
-        inputs = [source for source in node.inputs if not isinstance(graph.nodes[source].operation, Source)]
-        own = [lengths[source] for source in inputs] or [0.0]
-        length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
-        lengths.append(length + isinstance(node.operation, (Linear, Conv)))
-        if k in graph.ends:
-            region = graph.regions[k]
-            found[region] = max(found.get(region, 0.0), lengths[k])
-    return found
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:

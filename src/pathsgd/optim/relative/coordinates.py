@@ -27,10 +27,6 @@ from pathsgd.optim.rule import multi_tensor
 
 Coordinates = Literal["paths", "weights"]
 
-SHALLOW = 2.0
-"""Layers in sequence up to which each takes the whole step. The function moves by all of them together, about
-as independent steps add up: of more layers each takes sqrt(SHALLOW / depth) of it."""
-
 
 @dataclass(frozen=True)
 class RelativeCoordinates:
@@ -107,7 +103,7 @@ class RelativeMeasurement:
             chosen = set(names)
             index = [k for k, block in enumerate(self.blocks) if block.name in chosen]
             blocks = [self.blocks[k] for k in index]
-            ratios = [min(1.0, (SHALLOW / block.depth) ** 0.5) if block.turns else 1.0 for block in blocks]
+            ratios = [block.ratio for block in blocks]
             shares = [1 / block.share for block in blocks]
             spectral = [ratio * block.orthogonal_norm for ratio, block in zip(ratios, blocks, strict=True)]
             self._subsets[key] = BlockSubset(

@@ -1,0 +1,128 @@
+"""How many layers lie in sequence, across what, and which part of a step each takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pathsgd import PathMuon, trace
+from pathsgd.optim.relative.blocks import find_blocks
+from pathsgd.optim.relative.depth import find_depths
+
+
+def find_most(model, x):
+    graph = trace(model, x)
+    return [max(find_depths(graph, across).values()) for across in ("nothing", "activations", "everything")]
+
+
+def stack(depth, activation, norm=nn.Identity):
+    return nn.Sequential(
+        *(layer for _ in range(depth) for layer in (nn.Linear(6, 6), norm(), activation())), nn.Linear(6, 2)
+    )
+
+
+class Residual(nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+class WrittenOutNorm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class WrittenOutGelu(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.value(x)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Hardswish, WrittenOutGelu]
+)
+def test_activations_do_not_end_a_sequence(activation):
+    assert find_most(stack(8, activation), torch.randn(1, 6))[1:] == [9, 9]
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.RMSNorm(6), WrittenOutNorm])
+def test_norms_end_it_but_not_that_of_the_network(norm):
+    assert find_most(stack(8, nn.GELU, norm), torch.randn(1, 6)) == [1, 1, 9]
+
+
+def test_batch_norms_do_not():
+    model = stack(8, nn.ReLU6, lambda: nn.BatchNorm1d(6))
+    assert find_most(model, torch.randn(2, 6)) == [1, 9, 9]
+
+
+def test_products_of_activations_end_it():
+    model = nn.Sequential(*(Gated() for _ in range(4)))
+    assert find_most(model, torch.randn(1, 6)) == [1, 1, 4]
+
+
+def test_a_residual_branch_counts_half():
+    blocks = [
+        Residual(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)))
+        for _ in range(12)
+    ]
+    model = nn.Sequential(nn.Linear(6, 6), *blocks, nn.LayerNorm(6), nn.Linear(6, 2))
+    assert find_most(model, torch.randn(1, 6))[2] == 14
+
+
+def test_in_a_network_a_layer_that_is_used_again_and_again_counts_once():
+    layers = [nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()]
+    assert find_most(nn.Sequential(*layers * 20), torch.randn(1, 6))[2] == 1
+
+
+def test_networks_side_by_side_have_depths_of_their_own():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.deep, self.shallow = stack(19, nn.GELU), nn.Linear(6, 2)
+
+        def forward(self, x, y):
+            return self.deep(x), self.shallow(y)
+
+    blocks = find_blocks(trace(Towers(), (torch.randn(1, 6), torch.randn(1, 6))))
+    assert blocks["shallow.weight"][0].ratio == 1
+    assert blocks["deep.0.weight"][0].ratio == pytest.approx(math.sqrt(2 / 20))
+
+
+@pytest.mark.parametrize(
+    ("activation", "norm", "expected"),
+    [
+        (nn.LeakyReLU, nn.Identity, math.sqrt(2 / 40)),
+        (nn.GELU, nn.Identity, math.sqrt(2 / 40)),
+        (nn.GELU, lambda: nn.LayerNorm(6), math.sqrt(10 / 40)),
+    ],
+)
+def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
+    """By the angle that a step turns one of them by, in weights that are balanced."""
+    torch.manual_seed(0)
+    model = stack(39, activation, norm).double()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.orthogonal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    x = torch.randn(32, 6, dtype=torch.float64)
+    optimizer = PathMuon(model, x[:1], lr=0.01)
+    before = model[3 * 20].weight.detach().clone()
+    model(x).square().sum().backward()
+    optimizer.step()
+    cosine = F.cosine_similarity(before.flatten(), model[3 * 20].weight.detach().flatten(), dim=0)
+    assert math.acos(cosine) == pytest.approx(0.01 * expected, rel=0.2)
