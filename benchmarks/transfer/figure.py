@@ -20,6 +20,7 @@ MAPS = {
     "GPT": "Purples",
     "small": "Greys",
     "others": "Reds",
+    "deep": "YlOrBr",
 }
 
 

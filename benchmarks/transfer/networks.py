@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .deep_networks import convnext, efficientnet, gelu_convolutions, mobilenet_v2
+
 
 @dataclass(frozen=True)
 class Network:
@@ -99,6 +101,16 @@ def resnet(batch_norm: bool, width: int = 32) -> nn.Module:
     )  # fmt: skip
 
 
+def resnet_56() -> nn.Module:
+    """As for CIFAR-10: three stages of nine blocks."""
+    stages = [(16, 16, 1)] * 9 + [(16, 32, 2)] + [(32, 32, 1)] * 8 + [(32, 64, 2)] + [(64, 64, 1)] * 8
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        *(ResidualBlock(*stage, batch_norm=True) for stage in stages),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
 class SquaredReLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu().square()
@@ -145,9 +157,9 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
-def gpt(width: int) -> nn.Module:
-    """Four layers, context 128, small embeddings as GPT-2 has them."""
-    model = GPT(width, layers=4, context=128)
+def gpt(width: int, layers: int = 4) -> nn.Module:
+    """Context 128, small embeddings as GPT-2 has them."""
+    model = GPT(width, layers, context=128)
     nn.init.normal_(model.tokens.weight, std=0.02)
     return model
 
@@ -272,4 +284,10 @@ NETWORKS: dict[str, Network] = {
     "resnet-plain": Network("ResNet without norm", _he(resnet, False), "cifar flipped", 6, "ResNet"),
     "mlp-256x30": Network("MLP 30 × 256", functools.partial(mlp, 256, 30), "cifar", 5, "others"),
     "mixer-128": Network("MLP-Mixer, layer norm", mixer, "cifar flipped", 8, "others"),
+    "mobilenet": Network("MobileNetV2, ReLU6", mobilenet_v2, "cifar flipped", 12, "deep"),
+    "efficientnet": Network("EfficientNet, SiLU", efficientnet, "cifar flipped", 12, "deep"),
+    "convnext": Network("ConvNeXt, GELU", convnext, "cifar flipped", 12, "deep"),
+    "resnet-56": Network("ResNet-56, batch norm", resnet_56, "cifar flipped", 12, "deep"),
+    "gelu-conv9": Network("nine convolutions, GELU", gelu_convolutions, "cifar flipped", 8, "deep"),
+    "gpt-128x12": Network("GPT of 12 layers, 128", functools.partial(gpt, 128, 12), "bytes", 20, "deep"),
 }  # fmt: skip
