@@ -150,6 +150,16 @@ def operator_schema(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
+_POINTWISE = {"aten::hardswish", "aten::log_sigmoid", "aten::alpha_dropout", "aten::where"}
+"""Without torch's tag."""
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether each entry of what an ATen operator returns depends on one entry of each of its inputs."""
+    schema = operator_schema(target)
+    return schema is not None and (torch.Tag.pointwise in target.tags or schema.name in _POINTWISE)  # type: ignore[attr-defined]
+
+
 def active_ddp() -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass this is; a module does not know what wraps it."""
     return nn.parallel.DistributedDataParallel._active_ddp_module

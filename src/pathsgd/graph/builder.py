@@ -110,7 +110,8 @@ class Builder:
             node = self.nodes[k]
             self.where = node.where
             self.end(Paths(node.inputs[0]), reason)
-            self.nodes[k] = replace(node, operation=nodes.Begin(reason), inputs=())
+            self.nodes[k] = replace(node, operation=nodes.Begin(reason, pointwise=True), inputs=())
+            self.begins[k] = node.inputs
 
     # Edges with weights
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from pathsgd._torch import operator_schema
+from pathsgd._torch import is_pointwise, operator_schema
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
 from pathsgd.graph.export import own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
@@ -140,6 +140,7 @@ class _Lowering:
     def _end(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""
         carrying = [value for value in inputs if isinstance(value, Paths)]
+        pointwise = is_pointwise(node.target)
         parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()
         if not carrying and parameters:
             reason = f"a weight computed by {call.name}"
@@ -151,8 +152,8 @@ class _Lowering:
                 return fake
             shape = tuple(map(int, fake.shape))
             if carrying and fake.is_floating_point():
-                pointwise = all(self.builder.shape(value) == shape for value in carrying)
-                return self.builder.begin(shape, reason, carrying, pointwise=pointwise)
+                same = all(self.builder.shape(value) == shape for value in carrying)
+                return self.builder.begin(shape, reason, carrying, pointwise=pointwise and same)
             return Unknown(shape, fake.is_floating_point(), reason, parameters)
 
         returned = node.meta.get("val")

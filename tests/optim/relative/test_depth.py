@@ -39,9 +39,32 @@ class WrittenOutNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-class WrittenOutGelu(nn.Module):
+class WrittenGelu(nn.Module):
     def forward(self, x):
         return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+class WrittenGelu2(nn.Module):
+    """With a square, which alone would be one of a norm."""
+
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh(0.8 * x * (1 + 0.045 * x**2)))
+
+
+class GainNorm(nn.Module):
+    """A layer norm with a gain that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return F.layer_norm(x, (6,), 1 + self.weight)
+
+
+class SquaredReLU(nn.Module):
+    def forward(self, x):
+        return F.relu(x) ** 2
 
 
 class Gated(nn.Module):
@@ -54,15 +77,25 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "activation", [nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Hardswish, WrittenOutGelu]
+    "activation",
+    [nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Hardswish, WrittenGelu, WrittenGelu2],
 )
 def test_activations_do_not_end_a_sequence(activation):
     assert find_most(stack(8, activation), torch.randn(1, 6))[1:] == [9, 9]
 
 
-@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.RMSNorm(6), WrittenOutNorm])
+NORMS = [lambda: nn.LayerNorm(6), lambda: nn.RMSNorm(6), WrittenOutNorm, GainNorm, lambda: nn.LogSoftmax(-1)]
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_norms_end_it_but_not_that_of_the_network(norm):
     assert find_most(stack(8, nn.GELU, norm), torch.randn(1, 6)) == [1, 1, 9]
+
+
+def test_a_norm_after_a_square_does_not_end_that_of_the_network():
+    """The square is only used to normalise, and is no path."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(6, 6), SquaredReLU(), nn.LayerNorm(6))]
+    assert find_most(nn.Sequential(*layers), torch.randn(1, 6))[2] == 8
 
 
 def test_batch_norms_do_not():
@@ -87,6 +120,20 @@ def test_a_residual_branch_counts_half():
 def test_in_a_network_a_layer_that_is_used_again_and_again_counts_once():
     layers = [nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()]
     assert find_most(nn.Sequential(*layers * 20), torch.randn(1, 6))[2] == 1
+
+
+def test_layers_in_one_parameter_are_several():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 6, 6))
+
+        def forward(self, x):
+            for weight in self.weight:
+                x = F.layer_norm(F.gelu(x @ weight), (6,))
+            return x
+
+    assert find_most(Stacked(), torch.randn(1, 6))[2] == 8
 
 
 def test_networks_side_by_side_have_depths_of_their_own():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pathsgd.graph.nodes import Add, Begin, Conv, Linear, Multiply, Source, Square
+from pathsgd.graph.nodes import Add, Begin, Conv, Linear, Multiply, Source, Square, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.union_find import UnionFind
 
@@ -37,11 +37,12 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
     Across everything a layer counts where it is used first: one that is unrolled over time is not deep.
+    Batch norms are sums and products with weights in the graph, and end nothing.
     """
     activations = find_activations(graph)
     joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
-    known: set[str] = set()
+    known: set[Weight] = set()
     for k, node in enumerate(graph.nodes):
         goes_on = across == "everything" or (across == "activations" and k in activations)
         before = (*node.inputs, *graph.begins.get(k, ())) if goes_on else node.inputs
@@ -50,10 +51,8 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
         own = [lengths[j] for j in before if not isinstance(graph.nodes[j].operation, Source)] or [0.0]
         length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
         if isinstance(node.operation, (Linear, Conv)):
-            parameter = node.operation.weight.parameter
-            name = "" if parameter is None else parameter.name
-            length += across != "everything" or name not in known
-            known.add(name)
+            length += across != "everything" or node.operation.weight not in known
+            known.add(node.operation.weight)
         lengths.append(length)
     deepest: dict[int, float] = {}
     for k in graph.ends:
