@@ -117,6 +117,52 @@ def test_a_residual_branch_counts_half():
     assert find_most(model, torch.randn(1, 6))[2] == 14
 
 
+class Conditioned(nn.Module):
+    """A condition that is added to every layer, as that on time in a diffusion model."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.shifts = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+    def forward(self, x, t):
+        for layer, shift in zip(self.layers, self.shifts, strict=True):
+            x = F.layer_norm(F.silu(layer(x) + shift(t)), (6,))
+        return x
+
+
+class Injected(nn.Module):
+    """The input is added again before every layer."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+    def forward(self, x):
+        z = x
+        for layer in self.layers:
+            z = F.layer_norm(F.gelu(layer(z) + 0.1 * torch.randn_like(z)), (6,))
+        return z
+
+
+class Parallel(nn.Module):
+    """Two branches beside one shortcut, which is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return x.reshape(-1, 6) + self.first(x) + self.second(x)
+
+
+def test_only_shortcuts_halve_the_depth_of_a_network():
+    x = torch.randn(1, 6)
+    assert find_most(Conditioned(12), (x, x))[2] == 12
+    assert find_most(Injected(12), x)[2] == 12
+    assert find_most(nn.Sequential(nn.Linear(6, 6), *(Parallel() for _ in range(8))), x)[2] == 5
+
+
 def test_in_a_network_a_layer_that_is_used_again_and_again_counts_once():
     layers = [nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()]
     assert find_most(nn.Sequential(*layers * 20), torch.randn(1, 6))[2] == 1

@@ -6,9 +6,10 @@ shorter by sqrt(n), once they are many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from pathsgd.graph.nodes import Add, Begin, Conv, Linear, Multiply, Source, Square, Weight
+from pathsgd.graph.nodes import Add, Begin, Conv, Linear, Multiply, Source, Square, View, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.union_find import UnionFind
 
@@ -36,29 +37,66 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
     """By region, the most layers in sequence in it and in those that are joined to it; at least 1.
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
-    Across everything a layer counts where it is used first: one that is unrolled over time is not deep.
+    Across everything that is the mean of the deepest and of those that it is computed from: a condition on
+    time, or the input that is added again, is no shortcut. There a layer counts where it is used first: one
+    that is unrolled over time is not deep.
     Batch norms are sums and products with weights in the graph, and end nothing.
     """
     activations = find_activations(graph)
     joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
     known: set[Weight] = set()
+    ancestors = _find_ancestors(graph) if across == "everything" else []
     for k, node in enumerate(graph.nodes):
         goes_on = across == "everything" or (across == "activations" and k in activations)
         before = (*node.inputs, *graph.begins.get(k, ())) if goes_on else node.inputs
         for source in before:
             joined.union(graph.regions[k], graph.regions[source])
-        own = [lengths[j] for j in before if not isinstance(graph.nodes[j].operation, Source)] or [0.0]
+        before = _leave_out_sources(graph, before)
+        if ancestors and isinstance(node.operation, Add) and before:
+            before = _find_shortcuts(graph, ancestors, max(before, key=lengths.__getitem__), before)
+        own = [lengths[j] for j in before] or [0.0]
         length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
         if isinstance(node.operation, (Linear, Conv)):
             length += across != "everything" or node.operation.weight not in known
             known.add(node.operation.weight)
         lengths.append(length)
-    deepest: dict[int, float] = {}
+    found: dict[int, float] = {}
     for k in graph.ends:
         group = joined.find(graph.regions[k])
-        deepest[group] = max(deepest.get(group, 1.0), lengths[k])
-    return {region: deepest.get(joined.find(region), 1.0) for region in graph.regions}
+        found[group] = max(found.get(group, 1.0), lengths[k])
+    return {region: found.get(joined.find(region), 1.0) for region in graph.regions}
+
+
+def _find_ancestors(graph: PathGraph) -> list[int]:
+    """By node, those that it is computed from and itself, as bits."""
+    found: list[int] = []
+    for k, node in enumerate(graph.nodes):
+        own = 1 << k
+        for source in (*node.inputs, *graph.begins.get(k, ())):
+            own |= found[source]
+        found.append(own)
+    return found
+
+
+def _find_shortcuts(
+    graph: PathGraph, ancestors: Sequence[int], deepest: int, summands: Sequence[int]
+) -> tuple[int, ...]:
+    """The deepest summand, and those that it is computed from, as they are or added to others."""
+    found, left = [deepest], [k for k in summands if k != deepest]
+    while left:
+        k = left.pop()
+        while isinstance(graph.nodes[k].operation, View):
+            (k,) = graph.nodes[k].inputs
+        if ancestors[deepest] >> k & 1:
+            found.append(k)
+        elif isinstance(graph.nodes[k].operation, Add):
+            left += _leave_out_sources(graph, graph.nodes[k].inputs)
+    return tuple(found)
+
+
+def _leave_out_sources(graph: PathGraph, nodes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(k for k in nodes if not isinstance(graph.nodes[k].operation, Source))
 
 
 def find_activations(graph: PathGraph) -> set[int]:
@@ -66,8 +104,7 @@ def find_activations(graph: PathGraph) -> set[int]:
     found: set[int] = set()
     origins: list[int] = []
     for k, node in enumerate(graph.nodes):
-        before = (*node.inputs, *graph.begins.get(k, ()))
-        before = tuple(j for j in before if not isinstance(graph.nodes[j].operation, Source))
+        before = _leave_out_sources(graph, (*node.inputs, *graph.begins.get(k, ())))
         pointwise = isinstance(node.operation, (Add, Multiply, Square)) or _is_pointwise(node.operation)
         own = {origins[j] for j in before}
         origins.append(own.pop() if pointwise and len(own) == 1 else k)
