@@ -70,7 +70,8 @@ class Builder:
     ) -> Paths:
         """Units where paths begin, computed from other values by something that is no path."""
         begun = self.emit(nodes.Begin(reason, pointwise), (), shape)
-        self.begins[begun.node] = tuple(value.node for value in after)
+        if sources := tuple(value.node for value in after):
+            self.begins[begun.node] = sources
         return begun
 
     def end(self, value: Value, reason: str) -> None:

@@ -179,7 +179,7 @@ def rewrite(
         ends={whole[k]: reason for k, reason in graph.ends.items()},
         outputs=tuple(whole[k] for k in graph.outputs),
         boundaries=tuple((whole[k], where, reason) for k, where, reason in graph.boundaries),
-        begins={},
+        begins={},  # which are of no use for gamma
     )
     return Folded(rewritten, tuple(place), tuple(whole))
 

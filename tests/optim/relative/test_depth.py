@@ -131,18 +131,17 @@ class Conditioned(nn.Module):
         return x
 
 
-class Injected(nn.Module):
-    """The input is added again before every layer."""
+class Noisy(nn.Module):
+    """Noise is added to every layer."""
 
     def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
 
     def forward(self, x):
-        z = x
         for layer in self.layers:
-            z = F.layer_norm(F.gelu(layer(z) + 0.1 * torch.randn_like(z)), (6,))
-        return z
+            x = F.layer_norm(F.gelu(layer(x) + 0.1 * torch.randn_like(x)), (6,))
+        return x
 
 
 class Parallel(nn.Module):
@@ -159,7 +158,7 @@ class Parallel(nn.Module):
 def test_only_shortcuts_halve_the_depth_of_a_network():
     x = torch.randn(1, 6)
     assert find_most(Conditioned(12), (x, x))[2] == 12
-    assert find_most(Injected(12), x)[2] == 12
+    assert find_most(Noisy(12), x)[2] == 12
     assert find_most(nn.Sequential(nn.Linear(6, 6), *(Parallel() for _ in range(8))), x)[2] == 5
 
 

@@ -38,17 +38,17 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
     Across everything that is the mean of the deepest and of those that it is computed from: a condition on
-    time, or the input that is added again, is no shortcut. There a layer counts where it is used first: one
-    that is unrolled over time is not deep.
+    time is no shortcut. There a layer counts where it is used first: one that is unrolled over time is not
+    deep.
     Batch norms are sums and products with weights in the graph, and end nothing.
     """
-    activations = find_activations(graph)
+    activations = find_activations(graph) if across == "activations" else set()
     joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
     known: set[Weight] = set()
     ancestors = _find_ancestors(graph) if across == "everything" else []
     for k, node in enumerate(graph.nodes):
-        goes_on = across == "everything" or (across == "activations" and k in activations)
+        goes_on = across == "everything" or k in activations
         before = (*node.inputs, *graph.begins.get(k, ())) if goes_on else node.inputs
         for source in before:
             joined.union(graph.regions[k], graph.regions[source])
