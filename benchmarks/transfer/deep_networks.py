@@ -74,6 +74,17 @@ def head(channels: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
 
 
+def mobilenet_v1() -> nn.Module:
+    """MobileNetV1 of width 0.25: 27 convolutions in sequence, every second one depthwise, ReLU6."""
+    act = nn.ReLU6
+    layers, channels = conv(3, 8, 3, act), 8
+    stages = [(16, 1), (32, 2), (32, 1), (64, 2), (64, 1), (128, 2), *[(128, 1)] * 5, (256, 1), (256, 1)]
+    for out, stride in stages:
+        layers += [*conv(channels, channels, 3, act, stride, groups=channels), *conv(channels, out, 1, act)]
+        channels = out
+    return nn.Sequential(*layers, *head(channels))
+
+
 def mobilenet_v2() -> nn.Module:
     """MobileNetV2 of width 0.35: 52 convolutions, ReLU6."""
     act = nn.ReLU6

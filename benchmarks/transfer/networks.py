@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .deep_networks import convnext, efficientnet, gelu_convolutions, mobilenet_v2
+from .deep_networks import convnext, efficientnet, gelu_convolutions, mobilenet_v1, mobilenet_v2
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,7 @@ NETWORKS: dict[str, Network] = {
     "resnet-plain": Network("ResNet without norm", _he(resnet, False), "cifar flipped", 6, "ResNet"),
     "mlp-256x30": Network("MLP 30 × 256", functools.partial(mlp, 256, 30), "cifar", 5, "others"),
     "mixer-128": Network("MLP-Mixer, layer norm", mixer, "cifar flipped", 8, "others"),
+    "mobilenet-v1": Network("MobileNetV1, ReLU6", mobilenet_v1, "cifar flipped", 8, "deep"),
     "mobilenet": Network("MobileNetV2, ReLU6", mobilenet_v2, "cifar flipped", 12, "deep"),
     "efficientnet": Network("EfficientNet, SiLU", efficientnet, "cifar flipped", 12, "deep"),
     "convnext": Network("ConvNeXt, GELU", convnext, "cifar flipped", 12, "deep"),

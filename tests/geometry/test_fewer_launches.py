@@ -112,6 +112,7 @@ def test_adjoints_of_a_norm(shape):
 @pytest.mark.parametrize("kind", [SmallResNet, Vgg])
 def test_batch_norms_as_one(kind, p, monkeypatch):
     model, x = build(kind, torch.float64)
+    model, x = model.to(DEVICE), x.to(DEVICE)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

@@ -146,6 +146,11 @@ class Conv:
     transposed: bool = False
     output_padding: Shape = ()
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether every group has one input or one output channel."""
+        return self.groups > 1 and (self.weight.shape[0] == self.groups or self.weight.shape[1] == 1)
+
 
 @dataclass(frozen=True)
 class Multiply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pathsgd import PathMuon, trace
+from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD, trace
+from pathsgd.optim.relative import depth as depth_module
 from pathsgd.optim.relative.blocks import find_blocks
 from pathsgd.optim.relative.depth import find_depths
 
@@ -101,6 +103,27 @@ def test_a_norm_after_a_square_does_not_end_that_of_the_network():
 def test_batch_norms_do_not():
     model = stack(8, nn.ReLU6, lambda: nn.BatchNorm1d(6))
     assert find_most(model, torch.randn(2, 6)) == [1, 9, 9]
+
+
+def test_depthwise_convolutions_end_it_but_not_that_of_the_network():
+    """With one output for each input, or several."""
+    for several in (1, 2):
+        layers: list[nn.Module] = []
+        for _ in range(6):
+            layers += [nn.Conv2d(4, 4 * several, 3, padding=1, groups=4), nn.ReLU6()]
+            layers += [nn.Conv2d(4 * several, 4, 1), nn.BatchNorm2d(4), nn.ReLU6()]
+        assert find_most(nn.Sequential(*layers), torch.randn(1, 4, 5, 5))[1:] == [2, 12]
+
+
+def test_what_comes_before_a_depthwise_convolution_counts():
+    dense = [layer for _ in range(7) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    model = nn.Sequential(*dense, nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    assert find_most(model, torch.randn(1, 4, 5, 5)) == [9, 7, 9]
+
+
+def test_grouped_convolutions_do_not():
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.ReLU6())]
+    assert find_most(nn.Sequential(*layers), torch.randn(1, 4, 5, 5))[1:] == [6, 6]
 
 
 def test_products_of_activations_end_it():
@@ -218,3 +241,43 @@ def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
     optimizer.step()
     cosine = F.cosine_similarity(before.flatten(), model[3 * 20].weight.detach().flatten(), dim=0)
     assert math.acos(cosine) == pytest.approx(0.01 * expected, rel=0.2)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+@pytest.mark.parametrize("depth", [9, 39])
+@pytest.mark.parametrize(
+    "make",
+    [
+        PathMuon,
+        PathAdam,
+        functools.partial(PathNormalized, torch.optim.SGD, relative=True),
+        functools.partial(PathSGD, relative=True),
+    ],
+    ids=["PathMuon", "PathAdam", "SGD", "PathSGD"],
+)
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.BatchNorm1d(6), Scale])
+def test_norms_of_a_deep_network_move_by_less(norm, make, depth, monkeypatch):
+    """Beside steps of the same network with nothing taken off; biases of layers move as they did."""
+    ends = []
+    for shallow in (depth_module.SHALLOW_NETWORK, math.inf):
+        monkeypatch.setattr(depth_module, "SHALLOW_NETWORK", shallow)
+        torch.manual_seed(0)
+        model = stack(depth, nn.GELU, norm).double()
+        x = torch.randn(32, 6, dtype=torch.float64)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = make(model, x[:2], lr=0.01)
+        model(x).square().sum().backward()
+        optimizer.step()
+        ends.append({name: p.detach() - start[name] for name, p in model.named_parameters()})
+    expected = min(1.0, math.sqrt(10 / (depth + 1)))
+    for name in ("1.weight", f"{3 * depth - 2}.weight"):
+        torch.testing.assert_close(ends[0][name], expected * ends[1][name])
+    torch.testing.assert_close(ends[0][f"{3 * depth}.bias"], ends[1][f"{3 * depth}.bias"])

@@ -85,6 +85,16 @@ class Packed(nn.Module):
         return self.head(x.mean(1)) * self.scale
 
 
+class Deep(nn.Sequential):
+    """So many layers that norms take a part of the step."""
+
+    example = (2, 4)
+
+    def __init__(self):
+        layers = [layer for _ in range(14) for layer in (nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU6())]
+        super().__init__(*layers, nn.Linear(4, 2))
+
+
 def channels_last(network):
     def make():
         model, x = build(network, torch.float32)
@@ -101,10 +111,11 @@ CASES = {
     "one channel": lambda: build(OneChannel, torch.float32),
     "Packed": lambda: build(Packed, torch.float32),
     "Wide": lambda: build(Wide, torch.float32),
+    "Deep": lambda: build(Deep, torch.float32),
 }
 PAIRS = [
     *((case, "PathMuon") for case in CASES if case != "Wide"),
-    *((case, "PathAdam") for case in ("channels last", "one channel", "Packed", "Wide")),
+    *((case, "PathAdam") for case in ("channels last", "one channel", "Packed", "Wide", "Deep")),
     ("Mlp", "PathMuon on weights"),
 ]
 

@@ -28,6 +28,9 @@ from pathsgd.optim.relative.depth import find_depths, find_ratios
 MOST = 16
 """Rows that are read apart in more pieces than these stay one block."""
 
+SCALES = {"norm weight", "norm bias", "multiplier"}
+"""Roles of parameters that scale and shift what layers give."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -137,8 +140,14 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
         regions = graph.parameters[name].regions
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
-        ratio = min([1.0, *(ratios.get(region, 1.0) for region in regions)])
-        counted[name] = [replace(block, share=share, ratio=ratio if block.turns else 1.0) for block in blocks]
+        own = [ratios[region] for region in regions if region in ratios]
+        layers = min([1.0, *(ratio.layers for ratio in own)])
+        norms = (
+            min([1.0, *(ratio.norms for ratio in own)]) if SCALES & {*graph.parameters[name].roles} else 1.0
+        )
+        counted[name] = [
+            replace(block, share=share, ratio=layers if block.turns else norms) for block in blocks
+        ]
     return counted
 
 
@@ -153,7 +162,7 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     wide = sum(n > 1 for n in shape) >= 2
     weighted = "weight" in info.roles if part is None else isinstance(part.operation, (Linear, Conv))
     operation = None if part is None else part.operation
-    depthwise = isinstance(operation, Conv) and operation.groups > 1 and operation.groups == shape[0]
+    depthwise = isinstance(operation, Conv) and operation.is_depthwise
     end = output or "embedding" in info.roles
     edge = units.parameters.get(info.name)
     tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()

@@ -7,7 +7,7 @@ shorter by sqrt(n), once they are many.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pathsgd.graph.nodes import Add, Begin, Conv, Linear, Multiply, Source, Square, View, Weight
 from pathsgd.graph.path_graph import PathGraph
@@ -21,16 +21,26 @@ SHALLOW = 2.0
 
 SHALLOW_NETWORK = 10.0
 """The same with anything between them: layer norms and products of activations bound what reaches the next
-layer. Measured on transformers."""
+layer. Measured on transformers, and on networks of depthwise convolutions, which change little but scales."""
 
 
-def find_ratios(graph: PathGraph) -> dict[int, float]:
-    """By region, which part of a step its layers take."""
+class Ratios(NamedTuple):
+    """Which parts of a step are taken."""
+
+    layers: float
+    norms: float
+    """By the weights and biases of norms and other multipliers. All of what a layer gives passes them, so a
+    deep network is moved by them, too; by the bias of a layer, which is one of its many inputs, little."""
+
+
+def find_ratios(graph: PathGraph) -> dict[int, Ratios]:
+    """By region, which parts of a step are taken in it."""
     depths, whole = find_depths(graph, "activations"), find_depths(graph, "everything")
-    return {
-        region: float(min(1.0, SHALLOW / depth, SHALLOW_NETWORK / whole[region]) ** 0.5)
-        for region, depth in depths.items()
-    }
+    found = {}
+    for region, depth in depths.items():
+        norms = min(1.0, SHALLOW_NETWORK / whole[region])
+        found[region] = Ratios(min(norms, SHALLOW / depth) ** 0.5, norms**0.5)
+    return found
 
 
 def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
@@ -40,11 +50,13 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
     Across everything that is the mean of the deepest and of those that it is computed from: a condition on
     time is no shortcut. There a layer counts where it is used first: one that is unrolled over time is not
     deep.
-    Batch norms are sums and products with weights in the graph, and end nothing.
+    Batch norms are sums and products with weights in the graph, and end nothing. Depthwise convolutions end a
+    sequence across activations.
     """
     activations = find_activations(graph) if across == "activations" else set()
     joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
+    last = list(graph.ends)
     known: set[Weight] = set()
     ancestors = _find_ancestors(graph) if across == "everything" else []
     for k, node in enumerate(graph.nodes):
@@ -55,6 +67,9 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
         before = _leave_out_sources(graph, before)
         if ancestors and isinstance(node.operation, Add) and before:
             before = _find_shortcuts(graph, ancestors, max(before, key=lengths.__getitem__), before)
+        if across == "activations" and isinstance(node.operation, Conv) and node.operation.is_depthwise:
+            last += before
+            before = ()
         own = [lengths[j] for j in before] or [0.0]
         length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
         if isinstance(node.operation, (Linear, Conv)):
@@ -62,7 +77,7 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
             known.add(node.operation.weight)
         lengths.append(length)
     found: dict[int, float] = {}
-    for k in graph.ends:
+    for k in last:
         group = joined.find(graph.regions[k])
         found[group] = max(found.get(group, 1.0), lengths[k])
     return {region: found.get(joined.find(region), 1.0) for region in graph.regions}

@@ -138,8 +138,10 @@ class RelativeSteps:
 
         def set_lengths(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
             if isinstance(optimizer, ENTRYWISE):
-                _set_spectral_norms(optimizer, groups, moved, subset, before, after)
-                return
+                before = _decay(groups, subset, before)
+                if subset.blocks[0].turns:
+                    _set_spectral_norms(optimizer, groups, moved, subset, before, after)
+                    return
             for ratio, u, block in zip(subset.ratios, before, after, strict=True):
                 if ratio < 1:
                     block.lerp_(u, 1 - ratio)
@@ -248,25 +250,34 @@ def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> f
     )
 
 
-def _set_spectral_norms(
-    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
-    before: list[Tensor], after: list[Tensor],
-) -> None:  # fmt: skip
-    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have; decay is as it was."""
-    like, dtype = subset.spectral, before[0].dtype
+def _decay(groups: Groups, subset: BlockSubset, before: list[Tensor]) -> list[Tensor]:
+    """What decay alone, which no step shortens, makes of these."""
+    like = subset.spectral
     lr, decay, decoupled = (
         per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
     )
     lost = lr * decay * decoupled
-    kept = (1 - lost * torch.ones_like(like)).to(dtype).unbind() if isinstance(lost, Tensor) else 1 - lost
-    shrunk = foreach("mul", before, kept)
-    foreach("sub_", after, shrunk)
+    kept = (
+        (1 - lost * torch.ones_like(like)).to(before[0].dtype).unbind()
+        if isinstance(lost, Tensor)
+        else 1 - lost
+    )
+    return list(foreach("mul", before, kept))
+
+
+def _set_spectral_norms(
+    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
+    before: list[Tensor], after: list[Tensor],
+) -> None:  # fmt: skip
+    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have."""
+    lr = per_block(subset, groups, "lr", subset.spectral)
+    foreach("sub_", after, before)
     steps = [step.flatten(1) for step in after]
     parameters = [moved[n] for n in subset.names]
     if any(block.shards for block in subset.blocks):
         norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, steps)
     else:
         norms = find_spectral_norms(optimizer, parameters, subset.counts, steps)
-    parts = (lr * like / torch.where(norms > 0, norms, 1)).to(dtype)
+    parts = (lr * subset.spectral / torch.where(norms > 0, norms, 1)).to(before[0].dtype)
     foreach("mul_", after, list(parts.unbind()))
-    foreach("add_", after, shrunk)
+    foreach("add_", after, before)

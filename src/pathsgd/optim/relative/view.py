@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pathsgd._torch import foreach
 from pathsgd.geometry.sharded import local_part, place_gradients, place_like
+from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
 from pathsgd.optim.relative.sharded import measure_turn
 from pathsgd.optim.relative.unit_scales import Rescaling
@@ -114,6 +115,7 @@ class RelativeView:
         moved = [w.to(u.dtype) for w, u in zip(own, self.u, strict=True)]
         if turn:
             self._turn(moved)
+            self._shorten(moved)
         foreach("sub_", moved, self.u)
         foreach("mul_", moved, self.from_u)
         for w, start, step in zip(own, self.start, moved, strict=True):
@@ -124,24 +126,41 @@ class RelativeView:
 
     def _turn(self, moved: list[Tensor]) -> None:
         """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
-        turning = [
-            k
-            for k, (name, p) in enumerate(zip(self.names, self.parameters, strict=True))
-            if p.grad is not None and self.measurement.by_name[name][0].turns
-        ]
-        if not turning:
+        subset = self._choose(lambda block: block.turns)
+        if subset is None:
             return
-        subset = self.measurement.subset([self.names[k] for k in turning], moved[0].device)
-
-        def blocks_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-            return subset.blocks_of({self.names[k]: tensors[k].to(self.u[k].dtype) for k in turning})  # type: ignore[union-attr]
-
-        before, blocks = blocks_of(self.u), blocks_of(moved)
+        before, blocks = self._blocks_of(subset, self.u), self._blocks_of(subset, moved)
         self.set_lengths(subset, before, blocks)
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
-        along, gradients, old, new = measure_turn(subset.blocks, blocks_of(grads), before, blocks)
+        own = self._blocks_of(subset, grads)
+        along, gradients, old, new = measure_turn(subset.blocks, own, before, blocks)
         growth = self.grow(subset, along, gradients)
         turns = subset.of(self.coordinates.turns) & (old > 0) & (new > 0)
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
         for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
             block.mul_(factor)
+
+    def _shorten(self, moved: list[Tensor]) -> None:
+        """Leaves a part of the step to blocks that do not turn and take no more."""
+        subset = self._choose(lambda block: not block.turns and block.ratio < 1)
+        if subset is not None:
+            self.set_lengths(subset, self._blocks_of(subset, self.u), self._blocks_of(subset, moved))
+
+    def _choose(self, chooses: Callable[[Block], bool]) -> BlockSubset | None:
+        """The blocks of those parameters that have a gradient and are chosen by their first block."""
+        names = [
+            name
+            for name, p in zip(self.names, self.parameters, strict=True)
+            if p.grad is not None and chooses(self.measurement.by_name[name][0])
+        ]
+        return self.measurement.subset(names, self.u[0].device) if names else None
+
+    def _blocks_of(self, subset: BlockSubset, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        chosen = set(subset.names)
+        return subset.blocks_of(
+            {
+                name: tensor.to(u.dtype)
+                for name, tensor, u in zip(self.names, tensors, self.u, strict=True)
+                if name in chosen and tensor is not None
+            }
+        )
