@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .methods import LABELS
+from .methods import LABELS, RELATIVE
 from .networks import NETWORKS
 from .records import Cell, Cells, cells_of
 from .train import Record
@@ -20,7 +20,7 @@ MAPS = {
     "GPT": "Purples",
     "small": "Greys",
     "others": "Reds",
-    "deep": "YlOrBr",
+    "deep": "pink_r",
 }
 
 
@@ -36,6 +36,9 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
     methods = [m for m in LABELS.values() if any(_is_curve(c) for k, c in cells.items() if k[1] == m)]
     if not methods:
         raise ValueError("no method was recorded at three rates or more: there is no curve to draw")
+    # What ours were not run on at several rates would make the panels of the others alone look worse.
+    ours = [LABELS[name] for name in RELATIVE if LABELS[name] in methods]
+    cells = {k: c for k, c in cells.items() if all(_is_curve(cells.get((k[0], m, *k[2:]), [])) for m in ours)}
     columns = min(5, len(methods))
     lines = -(-len(methods) // columns)
     figure, axes = plt.subplots(
