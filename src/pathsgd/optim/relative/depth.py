@@ -17,7 +17,7 @@ Across = Literal["nothing", "activations", "everything"]
 """Which ends of regions do not end a sequence."""
 
 SHALLOW = 2.0
-"""Layers up to which each takes the whole step, with activations and batch norms between them."""
+"""Layers up to which each takes the whole step, with nothing but activations and batch norms between them."""
 
 SHALLOW_NETWORK = 10.0
 """The same with anything between them: layer norms and products of activations bound what reaches the next
