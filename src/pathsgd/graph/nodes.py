@@ -148,8 +148,9 @@ class Conv:
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether every group has one input or one output channel."""
-        return self.groups > 1 and (self.weight.shape[0] == self.groups or self.weight.shape[1] == 1)
+        """Whether every output sees one input channel."""
+        inputs = self.weight.shape[0] // self.groups if self.transposed else self.weight.shape[1]
+        return self.groups > 1 and inputs == 1
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,25 @@ def test_what_comes_before_a_depthwise_convolution_counts():
     assert find_most(model, torch.randn(1, 4, 5, 5)) == [9, 7, 9]
 
 
+def test_what_is_thrown_away_before_a_depthwise_convolution_does_not():
+    class Dead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.deep = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(8)))
+            self.depthwise, self.head = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            self.depthwise(self.deep(x))
+            return self.head(x)
+
+    assert find_most(Dead(), torch.randn(1, 4, 5, 5))[1] == 1
+
+
 def test_grouped_convolutions_do_not():
+    """Also if each group has one output."""
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.ReLU6())]
-    assert find_most(nn.Sequential(*layers), torch.randn(1, 4, 5, 5))[1:] == [6, 6]
+    model = nn.Sequential(*layers, nn.Conv2d(4, 2, 3, groups=2))
+    assert find_most(model, torch.randn(1, 4, 5, 5))[1:] == [7, 7]
 
 
 def test_products_of_activations_end_it():
@@ -243,13 +259,13 @@ def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
     assert math.acos(cosine) == pytest.approx(0.01 * expected, rel=0.2)
 
 
-class Scale(nn.Module):
+class ScaleAndShift(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
+        self.weight, self.bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
 
     def forward(self, x):
-        return self.weight * x
+        return self.weight * x + self.bias
 
 
 @pytest.mark.parametrize("depth", [9, 39])
@@ -263,7 +279,7 @@ class Scale(nn.Module):
     ],
     ids=["PathMuon", "PathAdam", "SGD", "PathSGD"],
 )
-@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.BatchNorm1d(6), Scale])
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.BatchNorm1d(6), ScaleAndShift])
 def test_norms_of_a_deep_network_move_by_less(norm, make, depth, monkeypatch):
     """Beside steps of the same network with nothing taken off; biases of layers move as they did."""
     ends = []
@@ -278,6 +294,6 @@ def test_norms_of_a_deep_network_move_by_less(norm, make, depth, monkeypatch):
         optimizer.step()
         ends.append({name: p.detach() - start[name] for name, p in model.named_parameters()})
     expected = min(1.0, math.sqrt(10 / (depth + 1)))
-    for name in ("1.weight", f"{3 * depth - 2}.weight"):
+    for name in ("1.weight", "1.bias", f"{3 * depth - 2}.weight"):
         torch.testing.assert_close(ends[0][name], expected * ends[1][name])
     torch.testing.assert_close(ends[0][f"{3 * depth}.bias"], ends[1][f"{3 * depth}.bias"])

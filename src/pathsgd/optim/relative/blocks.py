@@ -28,8 +28,8 @@ from pathsgd.optim.relative.depth import find_depths, find_ratios
 MOST = 16
 """Rows that are read apart in more pieces than these stay one block."""
 
-SCALES = {"norm weight", "norm bias", "multiplier"}
-"""Roles of parameters that scale and shift what layers give."""
+SCALES = {"norm weight", "multiplier"}
+"""Roles of parameters that multiply all of what passes them."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,28 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
         for region in graph.parameters[name].regions
         if any(block.turns for block in blocks)
     )
+    norms = _find_norms(graph, found)
     counted = {}
     for name, blocks in found.items():
         regions = graph.parameters[name].regions
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
         own = [ratios[region] for region in regions if region in ratios]
-        layers = min([1.0, *(ratio.layers for ratio in own)])
-        norms = (
-            min([1.0, *(ratio.norms for ratio in own)]) if SCALES & {*graph.parameters[name].roles} else 1.0
-        )
-        counted[name] = [
-            replace(block, share=share, ratio=layers if block.turns else norms) for block in blocks
-        ]
+        if any(block.turns for block in blocks):
+            ratio = min([1.0, *(r.layers for r in own)])
+        elif any(block.family in norms for block in blocks):
+            ratio = min([1.0, *(r.norms for r in own)])
+        else:
+            ratio = 1.0
+        counted[name] = [replace(block, share=share, ratio=ratio) for block in blocks]
     return counted
+
+
+def _find_norms(graph: PathGraph, found: dict[str, list[Block]]) -> set[int]:
+    """The families of multipliers without a matrix: what is added to them, a norm's bias, is one of them."""
+    blocks = [block for own in found.values() for block in own]
+    scales = {block.family for block in blocks if SCALES.intersection(graph.parameters[block.name].roles)}
+    return scales - {block.family for block in blocks if block.turns}
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:

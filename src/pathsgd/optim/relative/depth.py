@@ -21,25 +21,26 @@ SHALLOW = 2.0
 
 SHALLOW_NETWORK = 10.0
 """The same with anything between them: layer norms and products of activations bound what reaches the next
-layer. Measured on transformers, and on networks of depthwise convolutions, which change little but scales."""
+layer. Measured on transformers, and on networks of depthwise convolutions."""
 
 
 class Ratios(NamedTuple):
-    """Which parts of a step are taken."""
+    """Which part of a step is taken by what."""
 
     layers: float
+    """Matrices and kernels."""
     norms: float
-    """By the weights and biases of norms and other multipliers. All of what a layer gives passes them, so a
-    deep network is moved by them, too; by the bias of a layer, which is one of its many inputs, little."""
+    """Weights and biases of norms, and other multipliers. All of what a layer gives passes them, so they move
+    a deep network as layers do; the bias of a layer, which is one of its many inputs, moves it little."""
 
 
 def find_ratios(graph: PathGraph) -> dict[int, Ratios]:
-    """By region, which parts of a step are taken in it."""
+    """By region, which part of a step is taken by what."""
     depths, whole = find_depths(graph, "activations"), find_depths(graph, "everything")
     found = {}
     for region, depth in depths.items():
-        norms = min(1.0, SHALLOW_NETWORK / whole[region])
-        found[region] = Ratios(min(norms, SHALLOW / depth) ** 0.5, norms**0.5)
+        norms = min(1.0, (SHALLOW_NETWORK / whole[region]) ** 0.5)
+        found[region] = Ratios(min(norms, (SHALLOW / depth) ** 0.5), norms)
     return found
 
 
@@ -56,7 +57,7 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
     activations = find_activations(graph) if across == "activations" else set()
     joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
-    last = list(graph.ends)
+    ended: list[float] = []  # the longest sequence before a node that does not go on in it
     known: set[Weight] = set()
     ancestors = _find_ancestors(graph) if across == "everything" else []
     for k, node in enumerate(graph.nodes):
@@ -67,8 +68,9 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
         before = _leave_out_sources(graph, before)
         if ancestors and isinstance(node.operation, Add) and before:
             before = _find_shortcuts(graph, ancestors, max(before, key=lengths.__getitem__), before)
+        ended.append(max([0.0, *(ended[j] for j in before)]))
         if across == "activations" and isinstance(node.operation, Conv) and node.operation.is_depthwise:
-            last += before
+            ended[k] = max([ended[k], *(lengths[j] for j in before)])
             before = ()
         own = [lengths[j] for j in before] or [0.0]
         length = sum(own) / len(own) if isinstance(node.operation, Add) else max(own)
@@ -77,9 +79,9 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
             known.add(node.operation.weight)
         lengths.append(length)
     found: dict[int, float] = {}
-    for k in last:
+    for k in graph.ends:
         group = joined.find(graph.regions[k])
-        found[group] = max(found.get(group, 1.0), lengths[k])
+        found[group] = max(found.get(group, 1.0), lengths[k], ended[k])
     return {region: found.get(joined.find(region), 1.0) for region in graph.regions}
 
 

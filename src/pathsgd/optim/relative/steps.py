@@ -137,12 +137,13 @@ class RelativeSteps:
             return self._rescale(optimizer, groups, moved, measurement, coordinates.units)
 
         def set_lengths(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
-            if isinstance(optimizer, ENTRYWISE):
-                before = _decay(groups, subset, before)
-                if subset.blocks[0].turns:
-                    _set_spectral_norms(optimizer, groups, moved, subset, before, after)
-                    return
-            for ratio, u, block in zip(subset.ratios, before, after, strict=True):
+            # Of other bases decay is a part of the step.
+            entrywise = isinstance(optimizer, ENTRYWISE)
+            decayed = _decay(groups, subset, before) if entrywise else before
+            if entrywise and subset.blocks[0].turns:
+                _set_spectral_norms(optimizer, groups, moved, subset, decayed, after)
+                return
+            for ratio, u, block in zip(subset.ratios, decayed, after, strict=True):
                 if ratio < 1:
                     block.lerp_(u, 1 - ratio)
 
@@ -251,7 +252,7 @@ def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> f
 
 
 def _decay(groups: Groups, subset: BlockSubset, before: list[Tensor]) -> list[Tensor]:
-    """What decay alone, which no step shortens, makes of these."""
+    """These after decoupled decay alone, which nothing shortens."""
     like = subset.spectral
     lr, decay, decoupled = (
         per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
@@ -267,17 +268,18 @@ def _decay(groups: Groups, subset: BlockSubset, before: list[Tensor]) -> list[Te
 
 def _set_spectral_norms(
     optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
-    before: list[Tensor], after: list[Tensor],
+    decayed: list[Tensor], after: list[Tensor],
 ) -> None:  # fmt: skip
-    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have."""
+    """Gives steps, from where decay leaves blocks, lr times the spectral norms of orthogonal matrices, as
+    Muon's have."""
     lr = per_block(subset, groups, "lr", subset.spectral)
-    foreach("sub_", after, before)
+    foreach("sub_", after, decayed)
     steps = [step.flatten(1) for step in after]
     parameters = [moved[n] for n in subset.names]
     if any(block.shards for block in subset.blocks):
         norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, steps)
     else:
         norms = find_spectral_norms(optimizer, parameters, subset.counts, steps)
-    parts = (lr * subset.spectral / torch.where(norms > 0, norms, 1)).to(before[0].dtype)
+    parts = (lr * subset.spectral / torch.where(norms > 0, norms, 1)).to(decayed[0].dtype)
     foreach("mul_", after, list(parts.unbind()))
-    foreach("add_", after, before)
+    foreach("add_", after, decayed)

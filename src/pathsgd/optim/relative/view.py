@@ -19,7 +19,8 @@ from pathsgd.optim.relative.unit_scales import Rescaling
 Grow = Callable[[BlockSubset, Tensor, Tensor], Tensor]
 """From <g, u> and the norm of g of each of these blocks to the factor by which its norm grows."""
 SetLengths = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
-"""Given u of each of these blocks before and after the base's step, makes the step as long as is due."""
+"""Given u of each of these blocks before and after the base's step, makes the step as long as is due. Either
+all of them turn or none."""
 Rescale = Callable[[], Rescaling | None]
 """What units are rescaled by; asked after the base has made its state."""
 
@@ -141,7 +142,7 @@ class RelativeView:
             block.mul_(factor)
 
     def _shorten(self, moved: list[Tensor]) -> None:
-        """Leaves a part of the step to blocks that do not turn and take no more."""
+        """Shortens the steps of blocks that do not turn, where they take a part only."""
         subset = self._choose(lambda block: not block.turns and block.ratio < 1)
         if subset is not None:
             self.set_lengths(subset, self._blocks_of(subset, self.u), self._blocks_of(subset, moved))
