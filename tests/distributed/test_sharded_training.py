@@ -15,7 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from pathsgd.geometry.sharded import local_part, shards_of
 from support import networks
 from support.ranks import run_on_ranks
-from support.sharded import Convolutional, Decoder, Feedforward, Mlp, make, parallelize, shard, traced, train
+from support.sharded import (
+    Convolutional,
+    Decoder,
+    Deep,
+    Feedforward,
+    Mlp,
+    make,
+    parallelize,
+    shard,
+    traced,
+    train,
+)
 
 FP32, FP64 = torch.float32, torch.float64
 WITHIN = {FP32: 1e-6, FP64: 1e-9}
@@ -26,6 +37,7 @@ FULLY_SHARDED_ON_TWO = [
     (Convolutional, "PathMuon", FP64, 3), (Convolutional, "PathAdam", FP32, 10),
     (Convolutional, "PathSGD", FP32, 3), (Convolutional, "PathNormalized", FP64, 3),
     (networks.Transformer, "PathAdam", FP64, 2), (networks.Transformer, "PathSGD", FP64, 2),
+    (Deep, "PathMuon", FP64, 2), (Deep, "PathAdam", FP64, 2),
 ]  # fmt: skip
 FULLY_SHARDED_ON_FOUR = [(Mlp, "PathMuon", FP64, 20), (Mlp, "PathAdam", FP32, 3), (Mlp, "PathSGD", FP32, 3)]
 TENSOR_PARALLEL = [
@@ -41,13 +53,13 @@ ON_A_MESH = [
 
 def prepare():
     """Traced once for all ranks."""
-    for kind in (Mlp, Convolutional, networks.Transformer, Feedforward, Decoder):
+    for kind in (Mlp, Convolutional, Deep, networks.Transformer, Feedforward, Decoder):
         traced(kind)
 
 
 def train_fully_sharded(kind, name, dtype, steps):
     rank = dist.get_rank()
-    model = shard(make(kind, dtype), blocks=kind is not Mlp)
+    model = shard(make(kind, dtype), blocks=kind not in (Mlp, Deep))
     return train(model, kind, name, range(rank, rank + 1), steps, dtype)
 
 

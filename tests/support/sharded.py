@@ -55,6 +55,16 @@ class Convolutional(nn.Sequential):
         )  # fmt: skip
 
 
+class Deep(nn.Sequential):
+    """So many layers that norms take a part of the step."""
+
+    example = (4, 5)
+
+    def __init__(self):
+        layers = [layer for _ in range(12) for layer in (nn.Linear(5, 5), nn.LayerNorm(5), nn.GELU())]
+        super().__init__(*layers, nn.Linear(5, 3))
+
+
 class Feedforward(nn.Module):
     """The least that is tensor and sequence parallel."""
 
