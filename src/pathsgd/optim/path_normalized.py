@@ -251,7 +251,8 @@ class PathNormalized(PathOptimizer):
         return loss
 
     def _step_base(self, closure: Callable[[], Any] | None) -> Any:
-        return self.base.step() if closure is None else self.base.step(closure)
+        with torch_rules.use_fused_kernel(self.base):
+            return self.base.step() if closure is None else self.base.step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """The plain step."""

@@ -20,8 +20,9 @@ from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.growth import NOISE
-from pathsgd.optim.relative.sharded import cut_blocks, cut_edges, find_norms
+from pathsgd.optim.relative.sharded import cut_blocks, cut_edges
 from pathsgd.optim.relative.sizes import SizeTable
+from pathsgd.optim.relative.sums import find_norms
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units
 from pathsgd.optim.rule import multi_tensor
 
@@ -220,11 +221,11 @@ class RelativeMeasurement:
         found = [scales[b.name].shift if b.name in scales else zero for b in self.blocks]
         return torch.stack([zero if shift is None else shift for shift in found]).clamp(-1000, 1000)
 
-    def zero_noise_(self, grads: dict[str, Tensor]) -> None:
+    def zero_noise_(self, grads: dict[str, Tensor]) -> Tensor:
         """Zeroes gradients of biases that are rounding and nothing else, as before a batch norm: a normalised
-        step would blow them up."""
+        step would blow them up. Returns the norms of all blocks' gradients."""
         if not grads:
-            return
+            return torch.zeros(len(self.blocks), dtype=torch.float64)
         subset = self.subset(list(grads), next(iter(grads.values())).device)
         blocks = subset.blocks_of(grads)
         norms = find_norms(subset.blocks, blocks)
@@ -235,6 +236,7 @@ class RelativeMeasurement:
         for block, own, zero in zip(subset.blocks, blocks, noise.unbind(), strict=True):
             if not block.turns:
                 own.masked_fill_(zero, 0)
+        return norms
 
     def find_noise(self, norms: Tensor, bound: float) -> Tensor:
         """Which blocks' gradients are rounding, given the norms of all."""

@@ -11,6 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
 from pathsgd.geometry.sharded import local_part
+from pathsgd.optim.fused.torch_rules import can_be_fused
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.sharded import on_whole_blocks
 from pathsgd.optim.rule import apply_momentum, multi_tensor
@@ -198,9 +199,10 @@ class RelativeMuon(Optimizer):
         states = [find_averages(self.state[p], p) for p in params]
         first, second = group["betas"]
         grads = [local_part(p.grad) for p in params if p.grad is not None]
+        fused = all(can_be_fused(p, state) for p, state in zip(params, states, strict=True))
         adam(
             [*map(local_part, params)], grads, [local_part(s["exp_avg"]) for s in states],
             [local_part(s["exp_avg_sq"]) for s in states], [], [s["step"] for s in states], amsgrad=False,
             beta1=first, beta2=second, lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
-            capturable=all(p.is_cuda for p in params),
+            capturable=all(p.is_cuda for p in params), fused=fused or None,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pathsgd.geometry.sharded import local_part
 from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.sharded import find_norms
+from pathsgd.optim.relative.sums import find_norms
 from pathsgd.optim.rule import apply_momentum, multi_tensor
 
 

@@ -1,8 +1,7 @@
 """Blocks of which a rank holds a part (DTensor).
 
-The norm of a block and ``<g, u>`` are sums over its entries: every rank sums over its own in fp64, and one
-all-reduce adds up those of all blocks, a few numbers for each. Muon's direction alone needs whole matrices:
-they are dealt out over the ranks, so that each is put together, orthogonalised and cut again on one of them.
+Muon's direction alone needs whole matrices: they are dealt out over the ranks, so that each is put together,
+orthogonalised and cut again on one of them. For the rest sums over ranks are enough (:mod:`.sums`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd._torch import foreach
-from pathsgd.geometry.sharded import Shard, reduce_over_ranks
+from pathsgd.geometry.sharded import Shard
 from pathsgd.graph.unit_classes import EdgeClasses
 from pathsgd.optim.relative.blocks import Block
 
@@ -43,38 +41,6 @@ def cut_edges(edge: EdgeClasses, shards: Shards) -> EdgeClasses:
 
     return EdgeClasses(cut(edge.head), cut(edge.tail), edge.degree) if shards else edge
 
-
-# Sums
-
-
-def find_norms(blocks: Sequence[Block], tensors: Sequence[Tensor]) -> Tensor:
-    """The l_2 norms of whole blocks, in fp64, from what this rank holds of them. A collective call."""
-    norms = _norms(tensors)
-    if not any(block.shards for block in blocks):
-        return norms
-    return reduce_over_ranks(norms.square(), [block.shards for block in blocks]).sqrt()
-
-
-def measure_turn(
-    blocks: Sequence[Block], grads: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """``<g, u>`` of every block, the norms of g, and of u before and after a step, in fp64. A collective
-    call."""
-    along = torch.stack([product.sum(dtype=torch.float64) for product in foreach("mul", grads, before)])
-    norms = [_norms(tensors) for tensors in (grads, before, after)]
-    if not any(block.shards for block in blocks):
-        return along, *norms
-    sums = torch.stack([along, *(norm.square() for norm in norms)])
-    along, *squares = reduce_over_ranks(sums, [block.shards for block in blocks])
-    return along, *(square.sqrt() for square in squares)
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """In fp64: no square is lost."""
-    return torch.stack(list(foreach("norm", list(tensors), 2, dtype=torch.float64)))
-
-
-# Whole matrices
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
 """From tensors to as many of the same shapes."""

@@ -136,16 +136,18 @@ class RelativeSteps:
         def rescale() -> Rescaling | None:
             return self._rescale(optimizer, groups, moved, measurement, coordinates.units)
 
-        def set_lengths(subset: BlockSubset, before: list[Tensor], after: list[Tensor]) -> None:
-            # Of other bases decay is a part of the step.
-            entrywise = isinstance(optimizer, ENTRYWISE)
-            decayed = _decay(groups, subset, before) if entrywise else before
-            if entrywise and subset.blocks[0].turns:
-                _set_spectral_norms(optimizer, groups, moved, subset, decayed, after)
+        def set_lengths(subset: BlockSubset, u: list[Tensor], steps: list[Tensor]) -> None:
+            if not isinstance(optimizer, ENTRYWISE):
+                _shorten(subset, steps)
                 return
-            for ratio, u, block in zip(subset.ratios, decayed, after, strict=True):
-                if ratio < 1:
-                    block.lerp_(u, 1 - ratio)
+            # Nothing shortens decoupled decay; of other bases decay is a part of the step.
+            lost = _find_decay(groups, subset)
+            _add(steps, u, lost)
+            if subset.blocks[0].turns:
+                _set_spectral_norms(optimizer, groups, moved, subset, steps)
+            else:
+                _shorten(subset, steps)
+            _add(steps, u, -lost)
 
         if found is not None:
             kernels, units = found
@@ -251,35 +253,41 @@ def per_block(subset: BlockSubset, groups: Groups, name: str, like: Tensor) -> f
     )
 
 
-def _decay(groups: Groups, subset: BlockSubset, before: list[Tensor]) -> list[Tensor]:
-    """These after decoupled decay alone, which nothing shortens."""
-    like = subset.spectral
-    lr, decay, decoupled = (
-        per_block(subset, groups, name, like) for name in ("lr", "weight_decay", "decoupled_weight_decay")
+def _find_decay(groups: Groups, subset: BlockSubset) -> float | Tensor:
+    """Which part of u decoupled decay takes away."""
+    decay, decoupled, lr = (
+        per_block(subset, groups, name, subset.spectral)
+        for name in ("weight_decay", "decoupled_weight_decay", "lr")
     )
-    lost = lr * decay * decoupled
-    kept = (
-        (1 - lost * torch.ones_like(like)).to(before[0].dtype).unbind()
-        if isinstance(lost, Tensor)
-        else 1 - lost
-    )
-    return list(foreach("mul", before, kept))
+    none = any(isinstance(value, (int, float)) and not value for value in (decay, decoupled))
+    return 0.0 if none else lr * decay * decoupled
+
+
+def _add(steps: list[Tensor], u: list[Tensor], part: float | Tensor) -> None:
+    """Adds a part of u to the steps, one number or one for each."""
+    if isinstance(part, Tensor):
+        parts = part.to(u[0].dtype).expand(len(u)).unbind()
+        foreach("add_", steps, foreach("mul", u, parts))
+    elif part:
+        foreach("add_", steps, u, alpha=part)
+
+
+def _shorten(subset: BlockSubset, steps: list[Tensor]) -> None:
+    for ratio, step in zip(subset.ratios, steps, strict=True):
+        if ratio < 1:
+            step.mul_(ratio)
 
 
 def _set_spectral_norms(
-    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset,
-    decayed: list[Tensor], after: list[Tensor],
-) -> None:  # fmt: skip
-    """Gives steps, from where decay leaves blocks, lr times the spectral norms of orthogonal matrices, as
-    Muon's have."""
+    optimizer: Optimizer, groups: Groups, moved: dict[str, Tensor], subset: BlockSubset, steps: list[Tensor]
+) -> None:
+    """Gives steps lr times the spectral norms of orthogonal matrices, as Muon's have."""
     lr = per_block(subset, groups, "lr", subset.spectral)
-    foreach("sub_", after, decayed)
-    steps = [step.flatten(1) for step in after]
+    matrices = [step.flatten(1) for step in steps]
     parameters = [moved[n] for n in subset.names]
     if any(block.shards for block in subset.blocks):
-        norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, steps)
+        norms = find_norms_over_ranks(optimizer, parameters, subset.counts, subset.blocks, matrices)
     else:
-        norms = find_spectral_norms(optimizer, parameters, subset.counts, steps)
-    parts = (lr * subset.spectral / torch.where(norms > 0, norms, 1)).to(decayed[0].dtype)
-    foreach("mul_", after, list(parts.unbind()))
-    foreach("add_", after, decayed)
+        norms = find_spectral_norms(optimizer, parameters, subset.counts, matrices)
+    parts = (lr * subset.spectral / torch.where(norms > 0, norms, 1)).to(steps[0].dtype)
+    foreach("mul_", steps, list(parts.unbind()))

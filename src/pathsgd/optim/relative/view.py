@@ -13,14 +13,14 @@ from pathsgd._torch import foreach
 from pathsgd.geometry.sharded import local_part, place_gradients, place_like
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.coordinates import BlockSubset, RelativeCoordinates, RelativeMeasurement
-from pathsgd.optim.relative.sharded import measure_turn
+from pathsgd.optim.relative.sums import measure_turn
 from pathsgd.optim.relative.unit_scales import Rescaling
 
 Grow = Callable[[BlockSubset, Tensor, Tensor], Tensor]
 """From <g, u> and the norm of g of each of these blocks to the factor by which its norm grows."""
 SetLengths = Callable[[BlockSubset, list[Tensor], list[Tensor]], None]
-"""Given u of each of these blocks before and after the base's step, makes the step as long as is due. Either
-all of them turn or none."""
+"""Given u of each of these blocks and the base's step, makes the step as long as is due. Either all of them
+turn or none."""
 Rescale = Callable[[], Rescaling | None]
 """What units are rescaled by; asked after the base has made its state."""
 
@@ -49,6 +49,8 @@ class RelativeView:
         self.start: list[Tensor] = []
         self.u: list[Tensor] = []
         self.grads: list[Tensor | None] = []
+        self.gradient_norms = torch.empty(0)
+        """Of u, of all blocks."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -104,7 +106,8 @@ class RelativeView:
         place_gradients(self.parameters)
         grads = [local_part(self.parameters[k].grad).to(self.from_u[k].dtype) for k in found]  # type: ignore[arg-type]
         grads = list(foreach("mul", grads, [self.from_u[k] for k in found])) if found else []
-        self.measurement.zero_noise_({self.names[k]: grad for k, grad in zip(found, grads, strict=True)})
+        own = {self.names[k]: grad for k, grad in zip(found, grads, strict=True)}
+        self.gradient_norms = self.measurement.zero_noise_(own)
         for k, grad in zip(found, grads, strict=True):
             p = self.parameters[k]
             p.grad = place_like(grad.to(p.dtype), p)
@@ -114,38 +117,44 @@ class RelativeView:
         """Writes w moved as u was, in the memory of the parameters if their precision is that of u."""
         own = self._own()
         moved = [w.to(u.dtype) for w, u in zip(own, self.u, strict=True)]
-        if turn:
-            self._turn(moved)
-            self._shorten(moved)
         foreach("sub_", moved, self.u)
-        foreach("mul_", moved, self.from_u)
-        for w, start, step in zip(own, self.start, moved, strict=True):
-            torch.add(start, step.to(w.dtype), out=w)
+        turned = None
+        if turn:
+            self._shorten(moved)
+            turned = self._turn(moved)
+        for w, du, factor in zip(self.start, moved, self.from_u, strict=True):
+            torch.addcmul(w, du, factor, out=du)
+        if turned is not None:
+            subset, factors = turned
+            for block, factor in zip(self._blocks_of(subset, moved), factors, strict=True):
+                block.mul_(factor)
+        for w, new in zip(own, moved, strict=True):
+            if w is not new:
+                w.copy_(new)
         rescaling = self.rescale() if turn else None
         if rescaling is not None:
             self.measurement.rescale_(rescaling, self.names, own)
 
-    def _turn(self, moved: list[Tensor]) -> None:
-        """Brings every block that turns back to the norm it had, times the growth its gradient asks for."""
+    def _turn(self, steps: list[Tensor]) -> tuple[BlockSubset, Sequence[Tensor]] | None:
+        """The factors that bring every block that turns back to the norm it had, times the growth its gradient
+        asks for. It leaves u moved."""
         subset = self._choose(lambda block: block.turns)
         if subset is None:
-            return
-        before, blocks = self._blocks_of(subset, self.u), self._blocks_of(subset, moved)
+            return None
+        before, blocks = self._blocks_of(subset, self.u), self._blocks_of(subset, steps)
         self.set_lengths(subset, before, blocks)
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
-        own = self._blocks_of(subset, grads)
-        along, gradients, old, new = measure_turn(subset.blocks, own, before, blocks)
-        growth = self.grow(subset, along, gradients)
+        along, old, new = measure_turn(subset.blocks, self._blocks_of(subset, grads), before, blocks)
+        growth = self.grow(subset, along, subset.of(self.gradient_norms))
         turns = subset.of(self.coordinates.turns) & (old > 0) & (new > 0)
         factors = torch.where(turns, growth * old / torch.where(turns, new, 1), 1)
-        for block, factor in zip(blocks, factors.to(blocks[0].dtype).unbind(), strict=True):
-            block.mul_(factor)
+        return subset, factors.to(blocks[0].dtype).unbind()
 
-    def _shorten(self, moved: list[Tensor]) -> None:
+    def _shorten(self, steps: list[Tensor]) -> None:
         """Shortens the steps of blocks that do not turn, where they take a part only."""
         subset = self._choose(lambda block: not block.turns and block.ratio < 1)
         if subset is not None:
-            self.set_lengths(subset, self._blocks_of(subset, self.u), self._blocks_of(subset, moved))
+            self.set_lengths(subset, self._blocks_of(subset, self.u), self._blocks_of(subset, steps))
 
     def _choose(self, chooses: Callable[[Block], bool]) -> BlockSubset | None:
         """The blocks of those parameters that have a gradient and are chosen by their first block."""
