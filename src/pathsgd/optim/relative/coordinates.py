@@ -19,6 +19,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
+from pathsgd.optim.relative.edges import EdgeTable
 from pathsgd.optim.relative.growth import NOISE
 from pathsgd.optim.relative.sharded import cut_blocks, cut_edges
 from pathsgd.optim.relative.sizes import SizeTable
@@ -93,7 +94,7 @@ class RelativeMeasurement:
             for name, edge in unit_classes_of(self.graph).parameters.items()
             if bool((edge.head != FIXED).any()) or bool((edge.tail != FIXED).any())
         }
-        self._placed: dict[torch.device, tuple[SizeTable, dict[str, EdgeClasses]]] = {}
+        self._placed: dict[torch.device, tuple[SizeTable, EdgeTable]] = {}
         self._subsets: dict[tuple[tuple[str, ...], torch.device], BlockSubset] = {}
         self._scales: dict[tuple[tuple[str, ...], torch.device], UnitScales] = {}
 
@@ -128,8 +129,7 @@ class RelativeMeasurement:
     def rescale_(self, rescaling: Rescaling, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Rescales these parameters."""
         _, edges = self._place(rescaling.into.device)
-        own = {name: w for name, w in zip(names, weights, strict=True) if name in edges}
-        rescaling.apply_(list(own.values()), [edges[name] for name in own])
+        rescaling.apply_({name: w for name, w in zip(names, weights, strict=True) if name in edges}, edges)
 
     def adapt(self, graph: PathGraph) -> PathGraph:
         return end_at_statistics(graph)
@@ -157,16 +157,36 @@ class RelativeMeasurement:
         if self.coordinates == "weights":
             return self._divide_by_sizes(tensors, dtype, None, {})
         factors = measure_unit_factors(network, check)
-        _, edges = self._place(network.device)
-        scales = {n: _canonical_scale(factors, edges[n], tensors[n]) for n in self.names if n in edges}
-        return self._divide_by_sizes(tensors, dtype, factors, self._keep_in_range(scales))
+        scales = self._keep_in_range(self._find_scales(factors, tensors))
+        return self._divide_by_sizes(tensors, dtype, factors, scales)
+
+    def _find_scales(self, factors: UnitFactors, tensors: Tensors) -> dict[str, _Scale]:
+        """From the factors of the units at the ends of every parameter."""
+        mantissa, exponent = factors.factor
+        _, edges = self._place(mantissa.device)
+        found = edges.look_up(mantissa, mantissa)
+        own = {name: found[name] for name in self.names if name in found}
+        heads, tails = [head for head, _ in own.values()], [tail for _, tail in own.values()]
+        scales = multi_tensor("div", heads, tails)
+        result = {
+            name: _Scale(scale, *ends) for (name, ends), scale in zip(own.items(), scales, strict=True)
+        }
+        if exponent is None:
+            return result
+        return {
+            name: scale.with_exponent(exponent, self.edges[name], tensors[name]) for name, scale in result.items()
+        }
 
     @torch.no_grad()
     def _divide_by_sizes(
         self, tensors: Tensors, dtype: torch.dtype, factors: UnitFactors | None, scales: dict[str, _Scale]
     ) -> RelativeCoordinates:
         weights = {name: tensors[name].to(dtype) for name in self.names}
-        z = {name: scales[name].apply(w) if name in scales else w for name, w in weights.items()}
+        products = multi_tensor("mul", [weights[n] for n in scales], [own.scale for own in scales.values()])
+        z = {**weights, **dict(zip(scales, products, strict=True))}
+        for name, scale in scales.items():
+            if scale.exponent is not None:
+                z[name] = exact_ldexp(z[name], scale.exponent)
         blocks = [block.of(z[block.name]) for block in self.blocks]
         norms = find_norms(self.blocks, blocks)
         exponents = factors is not None and factors.factor.exponent is not None
@@ -176,9 +196,11 @@ class RelativeMeasurement:
         size = size if shift is None else exact_ldexp(size, -shift)
         one = {name: w.new_ones(()) for name, w in weights.items() if name not in scales}
         there = {**one, **{name: own.scale for name, own in scales.items()}}
-        back = {**one, **{name: own.inverse for name, own in scales.items()}}
+        back = {**one, **{name: own.tail for name, own in scales.items()}}
         to_u = self._multiply(there, (1 / size).to(dtype), weights)
         from_u = self._multiply(back, size.to(dtype), weights)
+        inverse = multi_tensor("div", [from_u[n] for n in scales], [own.head for own in scales.values()])
+        from_u.update(zip(scales, inverse, strict=True))
         for name, scale in scales.items():
             if scale.exponent is not None:
                 to_u[name] = exact_ldexp(to_u[name], scale.exponent)
@@ -242,41 +264,28 @@ class RelativeMeasurement:
         """Which blocks' gradients are rounding, given the norms of all."""
         return self._place(norms.device)[0].find_noise(norms, bound)
 
-    def _place(self, device: torch.device) -> tuple[SizeTable, dict[str, EdgeClasses]]:
+    def _place(self, device: torch.device) -> tuple[SizeTable, EdgeTable]:
         """What is needed on a device, put there once: a CUDA graph cannot capture the transfer."""
         if device not in self._placed:
-            edges = {
-                name: EdgeClasses(edge.head.to(device), edge.tail.to(device), edge.degree)
-                for name, edge in self.edges.items()
-            }
-            self._placed[device] = SizeTable(self.blocks, device), edges
+            self._placed[device] = SizeTable(self.blocks, device), EdgeTable(self.edges, device)
         return self._placed[device]
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """z = w * scale * 2^exponent of one parameter, in units of 2^shift. Before these units are chosen, shift
-    is the binary exponent of the largest z."""
+    """z = w * scale * 2^exponent of one parameter, in units of 2^shift, with scale = head / tail. Before these
+    units are chosen, shift is the binary exponent of the largest z."""
 
     scale: Tensor
-    inverse: Tensor
+    head: Tensor
+    tail: Tensor
     exponent: Tensor | None = None
     shift: Tensor | None = None
 
-    def apply(self, weight: Tensor) -> Tensor:
-        z = weight * self.scale
-        return z if self.exponent is None else exact_ldexp(z, self.exponent)
-
-
-def _canonical_scale(factors: UnitFactors, edge: EdgeClasses, weight: Tensor) -> _Scale:
-    """The scale of one parameter from the factors of the units at its ends."""
-    mantissa, exponent = factors.factor
-    out, into = mantissa[edge.head], mantissa[edge.tail]
-    into = into if edge.degree == 1 else into**edge.degree
-    scale, inverse = out / into, into / out
-    if exponent is None:
-        return _Scale(scale, inverse)
-    total = (exponent[edge.head] - edge.degree * exponent[edge.tail]).expand(weight.shape)
-    _, own = exact_frexp(weight.detach().to(mantissa.dtype))
-    largest = (own + total).amax() if weight.numel() else torch.full_like(exponent[0], DEAD)
-    return _Scale(scale, inverse, total, largest)
+    def with_exponent(self, exponent: Tensor, edge: EdgeClasses, weight: Tensor) -> _Scale:
+        """Given the exponents of all classes."""
+        head, tail = (ids.to(exponent.device) for ids in (edge.head, edge.tail))
+        total = (exponent[head] - edge.degree * exponent[tail]).expand(weight.shape)
+        _, own = exact_frexp(weight.detach().to(self.scale.dtype))
+        largest = (own + total).amax() if weight.numel() else torch.full_like(exponent[0], DEAD)
+        return replace(self, exponent=total, shift=largest)

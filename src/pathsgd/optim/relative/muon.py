@@ -23,8 +23,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
 LONG, LARGE = 2, 64
-"""On a CPU matrices with so many times as many rows as columns, and so many columns, are orthogonalised by
-their Gram matrices."""
+"""On a CPU matrices with so many times as many rows as columns, or the other way round, and so many of both,
+are orthogonalised by their Gram matrices."""
+
+SMALL = 1 << 15
+"""Entries of a matrix."""
+
+LEAST = 2.0**-40
+"""Of norms between this and its inverse fp32 loses no square that counts."""
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,12 +38,13 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     x = _normalize(matrices).to(dtype)
     if x.is_cuda:
         return iterate(x, make_diagonal(x)).to(matrices.dtype)
-    wide = x.shape[-2] < x.shape[-1]
-    tall = x.mT.contiguous() if wide else x  # OpenBLAS takes up to three times as long for x x^T as for x^T x
-    rows, columns = tall.shape[-2:]
-    pays = columns >= LARGE and rows >= LONG * columns and dtype.itemsize >= 4
-    found = (iterate_gram if pays else iterate)(tall, make_diagonal(x)).to(matrices.dtype)
-    return found.mT if wide else found
+    # OpenBLAS takes up to three times as long for x x^T as for x^T x, MKL as long.
+    turned = x.shape[-2] < x.shape[-1] and not torch.backends.mkl.is_available()
+    x = x.mT.contiguous() if turned else x
+    short, long = sorted(x.shape[-2:])
+    pays = short >= LARGE and long >= LONG * short and dtype.itemsize >= 4
+    found = (iterate_gram if pays else iterate)(x, make_diagonal(x)).to(matrices.dtype)
+    return found.mT if turned else found
 
 
 def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
@@ -61,16 +68,17 @@ def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def iterate_gram(x: Tensor, diagonal: Tensor) -> Tensor:
-    """The same for tall matrices, by products of the size of their Gram matrices: all factors of x are
+    """The same for long matrices, by products of the size of their Gram matrices: all factors of x are
     polynomials of the first one."""
     _, b, c = COEFFICIENTS
-    gram = factor = x.mT @ x
+    tall = x.shape[-2] >= x.shape[-1]
+    gram = factor = x.mT @ x if tall else x @ x.mT
     for step in range(STEPS):
         polynomial = torch.baddbmm(diagonal + b * gram, gram, gram, alpha=c)
         factor = factor @ polynomial if step else polynomial
         if step < STEPS - 1:
             gram = polynomial @ gram @ polynomial
-    return x @ factor
+    return x @ factor if tall else factor @ x
 
 
 def choose_dtype(x: Tensor) -> torch.dtype:
@@ -88,11 +96,25 @@ def make_diagonal(x: Tensor) -> Tensor:
 
 
 def _normalize(matrices: Tensor) -> Tensor:
-    """Each of norm 1, or 0."""
+    """Each of norm 1, or 0. Newton-Schulz magnifies what is rounded, so it is done in fp64, if that does not take
+    long."""
+    norm = _find_norms(matrices)
+    in_range = (norm > LEAST) & (norm < 1 / LEAST)
+    fast = not matrices.is_cuda and matrices[0].numel() > SMALL
+    if fast and bool(in_range.all()):
+        return matrices / norm
     largest = matrices.abs().amax((-2, -1), keepdim=True)
-    x = matrices / torch.where(largest > 0, largest, 1)  # whose squares are in range
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm > 0, norm, 1)
+    x = matrices.double() / torch.where(largest > 0, largest, 1)  # whose squares are in range
+    own = _find_norms(x)
+    x = (x / torch.where(own > 0, own, 1)).to(matrices.dtype)
+    # What is beside a matrix changes nothing.
+    return torch.where(in_range, matrices / torch.where(in_range, norm, 1), x) if fast else x
+
+
+def _find_norms(matrices: Tensor) -> Tensor:
+    """Of each, with two axes of size one; by rows, since a long sum loses digits on a CPU."""
+    rows = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
 def orthogonalize_all(blocks: list[Tensor]) -> list[Tensor]:
@@ -103,9 +125,10 @@ def orthogonalize_all(blocks: list[Tensor]) -> list[Tensor]:
         by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append(k)
     found = list(blocks)
     for (rows, columns), places in by_shape.items():
-        batch = torch.stack([matrices[k] for k in places])
+        batch = torch.stack([matrices[k] for k in places]) if len(places) > 1 else matrices[places[0]][None]
         ds = orthogonalize(batch, choose_dtype(batch))
-        ds = _normalize(ds).mul_((rows * columns) ** 0.5)
+        norm = _find_norms(ds)
+        ds = ds.mul_((rows * columns) ** 0.5 / torch.where(norm > 0, norm, 1))
         for k, d in zip(places, ds.unbind(), strict=True):
             found[k] = d.reshape(blocks[k].shape)
     return found
@@ -131,6 +154,10 @@ def find_averages(state: dict[str, Tensor], p: Tensor) -> dict[str, Tensor]:
     if p.is_cuda and not state["step"].is_cuda:
         state["step"] = state["step"].to(p.device)
     return state
+
+
+def _subtract_(u: Tensor, d: Tensor, lr: float | Tensor) -> None:
+    u.sub_(lr * d) if isinstance(lr, Tensor) else u.sub_(d, alpha=lr)
 
 
 class RelativeMuon(Optimizer):
@@ -191,7 +218,7 @@ class RelativeMuon(Optimizer):
             [block for block, *_ in blocks], [block.of(d) for block, _, d in blocks], orthogonalize_all
         )
         for (block, p, _), d in zip(blocks, found, strict=True):
-            block.of(local_part(p)).sub_(group["lr"] * d)
+            _subtract_(block.of(local_part(p)), d, group["lr"])
 
     def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:

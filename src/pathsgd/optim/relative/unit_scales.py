@@ -11,7 +11,7 @@ does so until hardly any path is left, and no further.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ from torch.optim.optimizer import Optimizer
 from pathsgd.geometry.canonical import LEAST, UnitFactors, places_of
 from pathsgd.geometry.extended_float import exact_ldexp
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.unit_classes import EdgeClasses, unit_classes_of
+from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.optim.relative.edges import EdgeTable
+from pathsgd.optim.rule import multi_tensor
 
 KEY = "unit_scales"
 """In the state of one parameter: the factors that are kept, by class; 0 if not known yet."""
@@ -36,19 +38,19 @@ class Rescaling(NamedTuple):
     into: Tensor
     out: Tensor
 
-    def apply_(self, weights: Sequence[Tensor], edges: Sequence[EdgeClasses]) -> None:
-        """Rescales parameters in place."""
-        rounded: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
-        for weight, edge in zip(weights, edges, strict=True):
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            if (dtype, edge.degree) not in rounded:
-                out = self.out if edge.degree == 1 else self.out**edge.degree
-                rounded[dtype, edge.degree] = self.into.to(dtype), out.to(dtype)
-            into, out = rounded[dtype, edge.degree]
-            wide = weight.mul_(into[edge.head]) if weight.dtype == dtype else weight * into[edge.head]
-            wide.div_(out[edge.tail])
-            if wide is not weight:
-                weight.copy_(wide)
+    def apply_(self, weights: Mapping[str, Tensor], edges: EdgeTable) -> None:
+        """Rescales parameters in place, in fp32 at least."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, weight in weights.items():
+            by_dtype.setdefault(torch.promote_types(weight.dtype, torch.float32), []).append(name)
+        for dtype, names in by_dtype.items():
+            factors = edges.look_up(self.into.to(dtype), self.out.to(dtype))
+            wide = [weights[name].to(dtype) for name in names]
+            multi_tensor("mul_", wide, [factors[name][0] for name in names])
+            multi_tensor("div_", wide, [factors[name][1] for name in names])
+            for name, new in zip(names, wide, strict=True):
+                if weights[name] is not new:
+                    weights[name].copy_(new)
 
 
 class UnitState(NamedTuple):
