@@ -333,3 +333,68 @@ def test_layers_of_no_size_and_weights_beyond_floats(widths):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
+
+
+# torch's fused kernel around which the reference is
+
+
+def small_network(optimizer_class=AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+    return model, PathNormalized(optimizer_class, model, torch.ones(1, 2, 6, 6), lr=1e-2, **options)
+
+
+def step_once(model, optimizer, steps=3):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 2, 6, 6)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_adam_on_a_cpu_takes_the_fused_kernel(monkeypatch, kind, relative):
+    name = "_fused_adam_" if kind is Adam else "_fused_adamw_"
+    kernel, taken = getattr(torch, name), []
+    monkeypatch.setattr(torch, name, lambda *a, **b: taken.append(1) or kernel(*a, **b))
+    found = []
+    for foreach, count in ((None, 3), (False, 0)):
+        taken.clear()
+        model, optimizer = small_network(kind, relative=relative, foreach=foreach)
+        found.append(step_once(model, optimizer))
+        assert len(taken) == count
+        assert [group["fused"] for group in optimizer.param_groups] == [None]
+    assert_all_close(*found)
+
+
+def assert_all_close(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strided", ["parameter", "state"])
+def test_the_fused_kernel_is_not_taken_where_it_would_be_wrong(strided):
+    """It reads the memory of all tensors in the same order, whatever their strides."""
+    found = []
+    for foreach in (None, False):
+        model, optimizer = small_network(relative=True, foreach=foreach)
+        weight = model[3].weight
+        if strided == "parameter":
+            weight.data = weight.data.mT.contiguous().mT
+        step_once(model, optimizer, 1)
+        if strided == "state":
+            state = optimizer.state[weight]
+            state["exp_avg"] = state["exp_avg"].mT.contiguous().mT
+        found.append(step_once(model, optimizer))
+    assert_all_close(*found)
+
+
+def test_what_adam_was_told_is_put_back_after_an_error():
+    model, optimizer = small_network(relative=True)
+    step_once(model, optimizer, 1)
+    optimizer.state[model[3].weight]["exp_avg"] = None
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        step_once(model, optimizer, 1)
+    assert [group["fused"] for group in optimizer.param_groups] == [None]

@@ -30,17 +30,20 @@ def test_singular_vectors_stay():
     assert (inner.diagonal() > 0.6).all()
 
 
-def test_zeros_stay_zeros_beside_others():
-    batch = torch.stack([torch.zeros(4, 6), torch.randn(4, 6)])
+@pytest.mark.parametrize("shape", [(4, 6), (180, 200)])
+def test_zeros_stay_zeros_beside_others(shape):
+    batch = torch.stack([torch.zeros(shape), torch.randn(shape)])
     found = orthogonalize(batch, torch.float32)
-    assert torch.equal(found[0], torch.zeros(4, 6))
+    assert torch.equal(found[0], torch.zeros(shape))
     assert torch.equal(found[1], orthogonalize(batch[1:], torch.float32)[0])
 
 
 @pytest.mark.parametrize("exponent", [-100, -120, 100])
-def test_scale_does_not_matter(exponent):
+@pytest.mark.parametrize("shape", [(2, 5, 7), (1, 180, 200)])
+def test_scale_does_not_matter(exponent, shape):
     """To the last bit for powers of two, also where squares leave the range of fp32 (2^-100 is 1e-30)."""
-    matrices = torch.randn(2, 5, 7)
+    matrices = torch.randn(shape)
+    matrices.mul_(matrices.abs() > 2.0**-6)  # less, times 2^-120, is rounded
     scaled = matrices * 2.0**exponent
     assert torch.equal(orthogonalize(scaled, torch.float32), orthogonalize(matrices, torch.float32))
 
@@ -61,10 +64,12 @@ def test_the_result_can_go_where_the_matrices_were():
     assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rank", [64, 20])
-def test_by_gram_matrices_it_is_the_same(rank):
+def test_by_gram_matrices_it_is_the_same(rank, wide):
     """In fp32 up to what squaring small singular values rounds; on a GPU fp16 rounds by 1e-3."""
     x = torch.randn(2, 160, rank, dtype=torch.float64) @ torch.randn(2, rank, 64, dtype=torch.float64)
+    x = x.mT if wide else x
     x /= x.norm(dim=(1, 2), keepdim=True)
     expected = iterate(x, make_diagonal(x))
     torch.testing.assert_close(iterate_gram(x, make_diagonal(x)), expected, rtol=0, atol=1e-10)
@@ -87,3 +92,13 @@ def test_half_precision_rounds_no_coefficient():
     matrices = torch.randn(2, 64, 200)
     rough, exact = orthogonalize(matrices, torch.float16), orthogonalize(matrices, torch.float32)
     assert (rough - exact).norm() < 4e-3 * exact.norm()
+
+
+def test_with_another_blas_it_is_the_same(monkeypatch):
+    """One that is slow for wide matrices."""
+    matrices = torch.randn(2, 30, 200, dtype=torch.float64)
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda available=available: available)
+        found.append(orthogonalize(matrices, torch.float64))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)

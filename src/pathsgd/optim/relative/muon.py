@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
+from pathsgd.geometry.extended_float import exact_ldexp
 from pathsgd.geometry.sharded import local_part
 from pathsgd.optim.fused.torch_rules import can_be_fused
 from pathsgd.optim.relative.blocks import Block
@@ -27,7 +28,8 @@ LONG, LARGE = 2, 64
 are orthogonalised by their Gram matrices."""
 
 SMALL = 1 << 15
-"""Entries of a matrix."""
+"""Matrices of so many entries are normalised in fp64: Newton-Schulz magnifies what is rounded. It would take
+long for large ones on a CPU."""
 
 LEAST = 2.0**-40
 """Of norms between this and its inverse fp32 loses no square that counts."""
@@ -96,19 +98,18 @@ def make_diagonal(x: Tensor) -> Tensor:
 
 
 def _normalize(matrices: Tensor) -> Tensor:
-    """Each of norm 1, or 0. Newton-Schulz magnifies what is rounded, so it is done in fp64, if that does not take
-    long."""
+    """Each of norm 1, or 0, to the same bits however it is scaled by a power of two."""
+    if matrices.is_cuda or matrices[0].numel() <= SMALL:
+        largest = matrices.abs().amax((-2, -1), keepdim=True)
+        x = matrices.double() / torch.where(largest > 0, largest, 1)  # whose squares are in range
+        norm = _find_norms(x)
+        return (x / torch.where(norm > 0, norm, 1)).to(matrices.dtype)
     norm = _find_norms(matrices)
-    in_range = (norm > LEAST) & (norm < 1 / LEAST)
-    fast = not matrices.is_cuda and matrices[0].numel() > SMALL
-    if fast and bool(in_range.all()):
-        return matrices / norm
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    x = matrices.double() / torch.where(largest > 0, largest, 1)  # whose squares are in range
-    own = _find_norms(x)
-    x = (x / torch.where(own > 0, own, 1)).to(matrices.dtype)
-    # What is beside a matrix changes nothing.
-    return torch.where(in_range, matrices / torch.where(in_range, norm, 1), x) if fast else x
+    if not bool(((norm > LEAST) & (norm < 1 / LEAST)).all()):
+        exponent = torch.frexp(matrices.abs().amax((-2, -1), keepdim=True)).exponent
+        matrices = exact_ldexp(matrices, -exponent)
+        norm = _find_norms(matrices)
+    return matrices / torch.where(norm > 0, norm, 1)
 
 
 def _find_norms(matrices: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ def _sum_rows(tensor: Tensor) -> Tensor:
 def _is_large(tensor: Tensor) -> bool:
     return (
         tensor.numel() > LARGE
+        and tensor.dim() > 1
         and tensor.device.type == "cpu"
         and tensor.dtype is torch.float32
         and tensor.numel() // tensor.shape[_rows_of(tensor)] <= LARGE
