@@ -61,6 +61,8 @@ def test_turns_are_measured_as_in_fp64(shape):
 def test_large_tensors_are_summed_by_rows(monkeypatch):
     """fp64 takes ten times as long."""
     calls = []
-    monkeypatch.setattr(sums, "foreach", lambda _, tensors, *a, **b: calls.append(tensors) or [torch.ones(())])
+    monkeypatch.setattr(
+        sums, "foreach", lambda _, tensors, *a, **b: calls.append(tensors) or [torch.ones(())]
+    )
     find_norms([], [torch.ones(300, 200)])
     assert calls[0][0].shape == (300,)

@@ -148,7 +148,7 @@ def _takes_fused(group: dict[str, Any], optimizer: Optimizer) -> bool:
 
 
 def can_be_fused(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Whether torch's fused kernel moves a parameter on a CPU: it takes for granted that all of its tensors lie
+    """Whether torch's fused kernel can move a parameter on a CPU. It takes for granted that all tensors lie
     in memory in the same order, and is wrong without a word if they do not."""
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     tensors = [parameter, parameter.grad, *(state[name] for name in names if name in state)]

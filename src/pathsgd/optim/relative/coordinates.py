@@ -168,13 +168,12 @@ class RelativeMeasurement:
         own = {name: found[name] for name in self.names if name in found}
         heads, tails = [head for head, _ in own.values()], [tail for _, tail in own.values()]
         scales = multi_tensor("div", heads, tails)
-        result = {
-            name: _Scale(scale, *ends) for (name, ends), scale in zip(own.items(), scales, strict=True)
-        }
+        result = {name: _Scale(scale, *ends) for (name, ends), scale in zip(own.items(), scales, strict=True)}
         if exponent is None:
             return result
         return {
-            name: scale.with_exponent(exponent, self.edges[name], tensors[name]) for name, scale in result.items()
+            name: scale.with_exponent(exponent, self.edges[name], tensors[name])
+            for name, scale in result.items()
         }
 
     @torch.no_grad()
@@ -273,7 +272,7 @@ class RelativeMeasurement:
 
 @dataclass(frozen=True)
 class _Scale:
-    """z = w * scale * 2^exponent of one parameter, in units of 2^shift, with scale = head / tail. Before these
+    """z = w * scale * 2^exponent of one parameter, in units of 2^shift; scale = head / tail. Before these
     units are chosen, shift is the binary exponent of the largest z."""
 
     scale: Tensor

@@ -22,8 +22,8 @@ class EdgeTable:
         return name in self.degrees
 
     def look_up(self, at_heads: Tensor, at_tails: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By parameter, what its entries are to be multiplied by and divided by, given what its classes are: of
-        shapes that expand to its own."""
+        """By parameter, what its entries are multiplied by and what they are divided by, from the values of
+        classes; of shapes that expand to its own."""
         heads, tails = self._heads.run(at_heads), self._tails.run(at_tails)
         return {
             name: (head, tail if degree == 1 else tail**degree)

@@ -52,12 +52,16 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     by_rows = list(tensors)
     for k in large:
         by_rows[k] = torch.linalg.vector_norm(tensors[k], dim=_inside_rows(tensors[k]))
-    norms = torch.stack(list(foreach("norm", by_rows, 2, dtype=torch.float64)))
-    found = norms.tolist() if large else []
-    for k in large:
-        if not LEAST <= found[k] < torch.inf:
-            norms[k] = torch.linalg.vector_norm(tensors[k], dtype=torch.float64)
-    return norms
+    found = list(foreach("norm", by_rows, 2, dtype=torch.float64))
+    if large and not _are_in_range(torch.stack([found[k] for k in large])):
+        for k in large:
+            if not _are_in_range(found[k]):
+                found[k] = torch.linalg.vector_norm(tensors[k], dtype=torch.float64)
+    return torch.stack(found)
+
+
+def _are_in_range(norms: Tensor) -> bool:
+    return bool(((norms >= LEAST) & (norms < torch.inf)).all())
 
 
 def _sum_rows(tensor: Tensor) -> Tensor:

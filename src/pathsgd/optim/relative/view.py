@@ -136,8 +136,8 @@ class RelativeView:
             self.measurement.rescale_(rescaling, self.names, own)
 
     def _turn(self, steps: list[Tensor]) -> tuple[BlockSubset, Sequence[Tensor]] | None:
-        """The factors that bring every block that turns back to the norm it had, times the growth its gradient
-        asks for. It leaves u moved."""
+        """The factors that bring every block that turns back to the norm it had, times the growth that its
+        gradient asks for. It leaves u moved."""
         subset = self._choose(lambda block: block.turns)
         if subset is None:
             return None
