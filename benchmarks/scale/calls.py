@@ -87,11 +87,11 @@ def _path_calls(shape: Shape, data: int, tensor: int) -> Calls:
 
 
 def _block_calls(shape: Shape, data: int, tensor: int) -> Calls:
-    """Norms of weights and of gradients; of what turns <g, u>, norms of g, before and after a step."""
+    """Norms of weights and of gradients; of what turns <g, u>, norms before and after a step."""
     turning = sum(m.blocks * m.count for m in shape.matrices)
     every = turning + sum(v.blocks * v.count for v in shape.vectors)
-    numbers = [(data, every), (data, every), (data, 4 * turning)]
-    numbers += [(tensor, turning), (tensor, turning), (tensor, 4 * turning)]
+    numbers = [(data, every), (data, every), (data, 3 * turning)]
+    numbers += [(tensor, turning), (tensor, turning), (tensor, 3 * turning)]
     return _counted(Call("reduce", n, DOUBLE, ranks) for ranks, n in numbers)
 
 

@@ -86,14 +86,16 @@ def test_mixed_precision_policy():
 
 
 def test_parameters_in_bf16():
-    """To a unit in the last place of the largest weight; to the last bit was seen."""
+    """To a unit in the last place of the largest weight. On some CPUs gradients in bf16 are the same to the last
+    bit, and so are the weights; on others not even the gradients are."""
     ranks = run_on_ranks(keep_parameters_in_bf16, 2)
     for name in OPTIMIZERS_HERE:
         expected = train(make(Mlp, BF16), Mlp, name, range(2), STEPS, BF16)[1]
         assert gap(expected, whole_parameters(make(Mlp, BF16))) > 0.005, name
         for found in ranks:
             for a, b in zip(found[name], expected, strict=True):
-                assert (a - b).abs().max() <= 2**-8 * b.abs().max(), name
+                unit = torch.finfo(BF16).eps * 2 ** b.abs().max().float().log2().floor()
+                assert (a - b).abs().max() <= unit, name
 
 
 # How tensors are gone through

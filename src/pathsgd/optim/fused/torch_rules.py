@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from pathsgd import _torch
-from pathsgd.graph.sharded import is_sharded
+from pathsgd.geometry.sharded import local_part
 from pathsgd.optim.rule import Decay, Rule, State
 
 STATES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -156,7 +156,6 @@ def can_be_fused(parameter: Tensor, state: dict[str, Any]) -> bool:
     return (
         parameter.device.type == "cpu"
         and dtype.is_floating_point
-        and not is_sharded(parameter)
-        and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
+        and all(t.dtype is dtype and local_part(t).is_contiguous() for t in tensors)
         and ("step" not in state or state["step"].dtype is torch.float32)
     )
