@@ -113,7 +113,7 @@ def _normalize(matrices: Tensor) -> Tensor:
 
 
 def _find_norms(matrices: Tensor) -> Tensor:
-    """Of each, in fp32 at least, with two axes of size one; by rows, since a long sum loses digits on a CPU."""
+    """Of each, in fp32 at least, with two axes of size one. By rows: a long sum loses digits on a CPU."""
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     rows = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True, dtype=dtype)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
