@@ -86,8 +86,8 @@ def test_mixed_precision_policy():
 
 
 def test_parameters_in_bf16():
-    """To a unit in the last place of the largest weight. On aarch64 to the last bit; on x86 torch's sums of two
-    tensors in bf16, one of them times a number, are rounded otherwise for a part than for the whole."""
+    """To a unit in the last place of the largest weight. On aarch64 to the last bit; on x86 torch rounds
+    ``h + momentum b`` in bf16 otherwise for a part of a tensor than for the whole."""
     ranks = run_on_ranks(keep_parameters_in_bf16, 2)
     for name in OPTIMIZERS_HERE:
         expected = train(make(Mlp, BF16), Mlp, name, range(2), STEPS, BF16)[1]
