@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import foreach
+from pathsgd._torch import foreach, is_forward_mode
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
@@ -159,7 +159,7 @@ class Gamma:
         if not self._roots:
             for factor in self.factors():
                 root = self.arithmetic.root(factor.mantissa)
-                self._roots.append((root, torch.where(root > 0, 1 / root, 0), factor.exponent))
+                self._roots.append((root, _invert(root), factor.exponent))
         return self._roots
 
     def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
@@ -215,13 +215,22 @@ class Gamma:
         return self.gradient_to_z(step)  # the same division
 
 
+def _invert(root: Tensor) -> Tensor:
+    """1 / root, and 0 for 0."""
+    if torch.is_grad_enabled() or is_forward_mode():
+        return torch.where(root > 0, 1 / root, 0)
+    # On a CPU in a fifth of the time.
+    return root.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0)
+
+
 def take_roots(gammas: Iterable[Gamma]) -> None:
-    """:meth:`Gamma.roots` of all of these, in a few launches instead of a few for each."""
+    """:meth:`Gamma.roots` of all of these on a GPU, in a few launches instead of a few for each."""
     plain = [
         (gamma, factor.mantissa)
         for gamma in gammas
         if gamma.arithmetic.order == 2 and not gamma.arithmetic.exponents and not gamma._roots
         for factor in gamma.factors()
+        if factor.mantissa.is_cuda
     ]
     if not plain or torch.is_grad_enabled():
         return
