@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import foreach, is_forward_mode
+from pathsgd._torch import are_plain, foreach, is_forward_mode
 from pathsgd.errors import PathError
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp
@@ -182,9 +182,9 @@ class Gamma:
         Returns:
             ``z = w sqrt(gamma)``.
         """
-        z = local_part(weight)
-        for root, _, exponent in self.roots():
-            z = z * root
+        found = self.roots()
+        z = _multiply(local_part(weight), [root for root, _, _ in found])
+        for _, _, exponent in found:
             z = z if exponent is None else exact_ldexp(z, exponent)
         return place_like(z, weight)
 
@@ -197,9 +197,9 @@ class Gamma:
         Returns:
             ``h = g / sqrt(gamma)``, 0 where gamma is 0.
         """
-        h = local_part(gradient)
-        for _, inverse, exponent in self.roots():
-            h = h * inverse
+        found = self.roots()
+        h = _multiply(local_part(gradient), [inverse for _, inverse, _ in found])
+        for _, _, exponent in found:
             h = h if exponent is None else exact_ldexp(h, -exponent)
         return place_like(h, gradient)
 
@@ -213,6 +213,13 @@ class Gamma:
             ``dw = dz / sqrt(gamma)``, 0 where gamma is 0.
         """
         return self.gradient_to_z(step)  # the same division
+
+
+def _multiply(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """A new tensor: in the memory of the first product, unless it is differentiated."""
+    for k, factor in enumerate(factors):
+        x = x.mul_(factor) if k and are_plain([x, factor]) else x * factor
+    return x
 
 
 def _invert(root: Tensor) -> Tensor:

@@ -117,11 +117,13 @@ class InvariantView:
     def _move_in_place(self, k: int) -> bool:
         """Writes :meth:`_weight` in the memory of the Parameter, if its gamma allows it."""
         p, gamma = self.parameters[k]
-        stored = gamma.inverse_root() if _is_plain(p, gamma) else None
-        if stored is None:
+        if not _is_plain(p, gamma):
             return False
         p.sub_(gamma.weight_to_z(self.start[k]))
-        torch.addcmul(self.start[k], p, stored[0], out=p)
+        *others, last = [inverse for _, inverse, _ in gamma.roots()]
+        for inverse in others:
+            p.mul_(inverse)
+        torch.addcmul(self.start[k], p, last, out=p)
         return True
 
     def _weight(self, k: int, step: Tensor) -> Tensor:

@@ -173,9 +173,12 @@ def apply_steps(
     for k, (weight, u, gamma, rate) in enumerate(zip(found, us, gammas, rates, strict=True)):
         root, exponent = roots[k] or (None, None)
         mixed = len({t.dtype for t in (weight, u, root) if t is not None}) > 1
-        if mixed or isinstance(rate, Tensor) or (gamma is not None and root is None):
+        if mixed or isinstance(rate, Tensor):
             step = rate * (u if gamma is None else gamma.step_from_z(u))
             (found[k],) = each("sub_", [weight], [step.to(weight.dtype)])
+            continue
+        if gamma is not None and root is None:
+            (found[k],) = each("add_", [weight], [gamma.step_from_z(u)], alpha=-rate)
             continue
         if exponent is not None:  # exact, so that a rescaled copy in plain floats takes the same step
             moved[k] = exact_ldexp(u, -exponent)
