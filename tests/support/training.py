@@ -17,7 +17,7 @@ STEPS = 5
 
 # Any p, and decay and momentum of every kind.
 OPTIMIZERS = {
-    "p=1": lambda m, g: PathSGD(m, g, lr=1e-6, p=1),
+    "p=1": lambda m, g: PathSGD(m, g, lr=1e-5, p=1),
     "p=1.5": lambda m, g: PathSGD(m, g, lr=1e-5, p=1.5),
     "p=2": lambda m, g: PathSGD(m, g, lr=1e-4),
     "p=4": lambda m, g: PathSGD(m, g, lr=1e-5, p=4),

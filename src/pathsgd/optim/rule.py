@@ -178,7 +178,7 @@ def apply_steps(
             (found[k],) = each("sub_", [weight], [step.to(weight.dtype)])
             continue
         if gamma is not None and root is None:
-            (found[k],) = each("add_", [weight], [gamma.step_from_z(u)], alpha=-rate)
+            (found[k],) = each("add_", [weight], [gamma.step_from_z(u).to(weight.dtype)], alpha=-rate)
             continue
         if exponent is not None:  # exact, so that a rescaled copy in plain floats takes the same step
             moved[k] = exact_ldexp(u, -exponent)

@@ -395,10 +395,12 @@ def transpose_gradient(parameter):
     parameter.grad = parameter.grad.mT.contiguous().mT
 
 
-def test_what_adam_was_told_is_put_back_after_an_error():
+def test_what_adam_was_told_is_put_back_after_an_error(monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError
+
     model, optimizer = small_network(relative=True)
-    step_once(model, optimizer, 1)
-    optimizer.state[model[3].weight]["exp_avg"] = None
-    with pytest.raises(Exception):  # noqa: B017, PT011
+    monkeypatch.setattr(torch, "_fused_adamw_", fail)
+    with pytest.raises(ZeroDivisionError):
         step_once(model, optimizer, 1)
     assert [group["fused"] for group in optimizer.param_groups] == [None]

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from pathsgd.geometry.extended_float import exact_ldexp
 from pathsgd.geometry.sharded import local_part
 from pathsgd.optim.fused.torch_rules import can_be_fused
+from pathsgd.optim.relative import sums
 from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.sharded import on_whole_blocks
 from pathsgd.optim.rule import apply_momentum, multi_tensor
@@ -26,13 +27,6 @@ STEPS = 5
 LONG, LARGE = 2, 64
 """On a CPU matrices with so many times as many rows as columns, or the other way round, and so many of both,
 are orthogonalised by their Gram matrices."""
-
-SMALL = 1 << 15
-"""Matrices of so many entries are normalised in fp64: Newton-Schulz magnifies what is rounded. It would take
-long for large ones on a CPU."""
-
-LEAST = 2.0**-40
-"""Of norms between this and its inverse fp32 loses no square that counts."""
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,13 +93,14 @@ def make_diagonal(x: Tensor) -> Tensor:
 
 def _normalize(matrices: Tensor) -> Tensor:
     """Each of norm 1, or 0, to the same bits however it is scaled by a power of two."""
-    if matrices.is_cuda or matrices[0].numel() <= SMALL:
+    if matrices.is_cuda or matrices[0].numel() <= sums.LARGE:
+        # In fp64: Newton-Schulz magnifies what is rounded. Large ones would take long on a CPU.
         largest = matrices.abs().amax((-2, -1), keepdim=True)
         x = matrices.double() / torch.where(largest > 0, largest, 1)  # whose squares are in range
         norm = _find_norms(x)
         return (x / torch.where(norm > 0, norm, 1)).to(matrices.dtype)
     norm = _find_norms(matrices)
-    if not bool(((norm > LEAST) & (norm < 1 / LEAST)).all()):
+    if not bool(((norm > sums.LEAST) & (norm < 1 / sums.LEAST)).all()):
         exponent = torch.frexp(matrices.abs().amax((-2, -1), keepdim=True)).exponent
         matrices = exact_ldexp(matrices, -exponent)
         norm = _find_norms(matrices)
@@ -212,7 +207,9 @@ class RelativeMuon(Optimizer):
     def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not params:
             return
+        # In fp32 at least: torch rounds such a sum in bf16 otherwise for a shard than for the whole.
         grads = [local_part(p.grad) for p in params if p.grad is not None]
+        grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
         buffers = [local_part(find_momentum(self.state[p], p)) for p in params]
         ds, _ = apply_momentum(grads, buffers, group["momentum"], group["nesterov"], multi_tensor)
         blocks = [(block, p, d) for p, d in zip(params, ds, strict=True) for block in self.blocks_of(p)]
