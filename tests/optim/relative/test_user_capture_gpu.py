@@ -23,6 +23,16 @@ OPTIMIZERS = {
 READ_STATISTICS = ("PathSGD", "momentum", "AdamW")
 
 
+class Unbalanced(Mlp):
+    """Its gammas and the factors of its units leave the range of floats."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            for tensor, factor in ((self[0].weight, 70), (self[0].bias, 70), (self[2].weight, -70)):
+                tensor.mul_(2.0**factor)
+
+
 def once(model, x, optimizer, clip=False):
     optimizer.zero_grad()
     outputs = model(x)
@@ -132,3 +142,13 @@ def test_a_clipped_step(name, kind, monkeypatch):
     expected, _ = train(kind, name, clipped, False, monkeypatch)
     assert torch.isfinite(found).all()
     assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["PathMuon", "PathAdam", "PathSGD"])
+def test_out_of_the_range_of_floats(name, monkeypatch):
+    """Exponents are looked up on the device: a transfer from the host cannot be captured."""
+    found, expected = (train(Unbalanced, name, once, start, monkeypatch)[0] for start in (True, False))
+    sizes = [p.numel() for p in Unbalanced().parameters()]
+    for ours, theirs in zip(found.split(sizes), expected.split(sizes), strict=True):
+        assert torch.isfinite(ours).all()
+        assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-5

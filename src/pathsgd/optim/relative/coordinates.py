@@ -17,7 +17,7 @@ from pathsgd.geometry.range_check import RangeCheck, measure_in_range
 from pathsgd.geometry.sharded import Shard, gather_vectors, local_part, reduce_over_ranks
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import end_at_statistics
-from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
+from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.edges import EdgeTable
 from pathsgd.optim.relative.growth import NOISE
@@ -171,10 +171,8 @@ class RelativeMeasurement:
         result = {name: _Scale(scale, *ends) for (name, ends), scale in zip(own.items(), scales, strict=True)}
         if exponent is None:
             return result
-        return {
-            name: scale.with_exponent(exponent, self.edges[name], tensors[name])
-            for name, scale in result.items()
-        }
+        exponents = edges.look_up_exponents(exponent)
+        return {name: scale.with_exponent(exponents[name], tensors[name]) for name, scale in result.items()}
 
     @torch.no_grad()
     def _divide_by_sizes(
@@ -281,10 +279,9 @@ class _Scale:
     exponent: Tensor | None = None
     shift: Tensor | None = None
 
-    def with_exponent(self, exponent: Tensor, edge: EdgeClasses, weight: Tensor) -> _Scale:
-        """Given the exponents of all classes."""
-        head, tail = (ids.to(exponent.device) for ids in (edge.head, edge.tail))
-        total = (exponent[head] - edge.degree * exponent[tail]).expand(weight.shape)
+    def with_exponent(self, exponent: Tensor, weight: Tensor) -> _Scale:
+        """With the binary exponent of the scale."""
         _, own = exact_frexp(weight.detach().to(self.scale.dtype))
-        largest = (own + total).amax() if weight.numel() else torch.full_like(exponent[0], DEAD)
+        total = exponent.expand(weight.shape)
+        largest = (own + total).amax() if weight.numel() else exponent.new_full((), DEAD)
         return replace(self, exponent=total, shift=largest)

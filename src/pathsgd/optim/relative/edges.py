@@ -30,6 +30,14 @@ class EdgeTable:
             for (name, degree), head, tail in zip(self.degrees.items(), heads, tails, strict=True)
         }
 
+    def look_up_exponents(self, exponents: Tensor) -> dict[str, Tensor]:
+        """The binary exponents of the quotients of what ``look_up`` returns, from those of classes."""
+        heads, tails = self._heads.run(exponents), self._tails.run(exponents)
+        return {
+            name: head - degree * tail
+            for (name, degree), head, tail in zip(self.degrees.items(), heads, tails, strict=True)
+        }
+
 
 class _Gather:
     """Values by number, for several tensors of numbers in one call of torch."""
