@@ -17,6 +17,7 @@ from pathsgd.geometry.passes import powered_network
 from pathsgd.geometry.precision import full_precision
 from pathsgd.geometry.range_check import Measure, RangeCheck, Suspects, is_due
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.optim.model_tensors import addresses
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class CapturedMeasurement(Generic[T]):
 
     @torch.no_grad()
     def __init__(self, graph: PathGraph, tensors: Tensors, p: float, measure: Measure[T]) -> None:
-        self.addresses = addresses(tensors)
+        self._tensors, self._addresses = tensors, addresses(tensors)
         self.passes, self.checked_passes = CUDAGraph(), CUDAGraph()
         with full_precision(next(iter(tensors.values())).device):
             with torch.cuda.graph(self.passes, capture_error_mode=ERROR_MODE):
@@ -49,8 +50,8 @@ class CapturedMeasurement(Generic[T]):
         self._ahead: T | None = None
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether the tensors lie where they lay when the graph was captured."""
-        return self.addresses == addresses(tensors)
+        """Whether these, just read of the model, lie where they lay when the graph was captured."""
+        return tensors is self._tensors or self._addresses == addresses(tensors)
 
     def replay(self, check: bool = False) -> T | None:
         """What is found of the weights as they are now, in the same tensors each time. None if plain floats
@@ -108,7 +109,3 @@ def _wait_on_host(stream: torch.cuda.Stream) -> None:
     index that is out of bounds ends the process."""
     if not torch.cuda.is_current_stream_capturing():
         stream.synchronize()
-
-
-def addresses(tensors: Tensors) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors.values()]

@@ -228,7 +228,7 @@ class GammaCache:
             return
         # Those that the step has read, if it has: none has been replaced since.
         tensors, self._read = self._read or self._model_tensors.read(self.graph), None
-        now = self._find_versions(tensors)
+        now = self._find_versions(tensors, statistics=self.refresh_every > 1)
         before = self._of_parameters(self._versions) if self._found else None
         self._writes.after_step(before, self._of_parameters(now))
         if self._backward_start is not None:
@@ -283,10 +283,10 @@ class GammaCache:
         return nullcontext()
 
     @torch.no_grad()
-    def _find_versions(self, tensors: Tensors) -> list[Version]:
+    def _find_versions(self, tensors: Tensors, statistics: bool = True) -> list[Version]:
         """Of parameters, then of running statistics."""
         names, _ = self._statistics()
-        own = [tensors[name] for name in (*self.graph.parameters, *names)]
+        own = [tensors[name] for name in (*self.graph.parameters, *(names if statistics else ()))]
         return versions(map(local_part, own) if self.sharded else own)
 
     def _read_by(self, measurement: Measurement[Any], now: list[Version]) -> list[Version]:

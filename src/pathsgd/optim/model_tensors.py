@@ -27,22 +27,26 @@ class ModelTensors:
         self.model = model
         self._dicts: list[dict[str, object]] = []
         self._lengths: list[int] = []
+        self._filled: list[dict[str, object]] = []
+        """Those dictionaries that are not empty,"""
         self._kept: list[object] = []
-        self._places: dict[str, tuple[dict[str, object], str]] = {}
+        """and what they hold."""
+        self._buffers: list[tuple[dict[str, object], str, Tensor]] = []
         self._graph: PathGraph | None = None
+        self._tensors: Tensors = {}
         self._addresses: list[int] = []
         self.walks = 0
 
     def read(self, graph: PathGraph) -> Tensors:
-        """The tensors as they are now.
+        """The tensors as they are now: in the same dictionary, if they are and lie where they did.
 
         Raises:
             PathError: the parameters are not those that were traced.
         """
         if graph is self._graph and not is_compiling() and self.is_same_structure():
-            tensors: dict[str, Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}  # type: ignore[misc]
-            if self._addresses == [tensor.data_ptr() for tensor in tensors.values()]:
-                return tensors
+            same = all(owner.get(key) is buffer for owner, key, buffer in self._buffers)
+            if same and self._addresses == addresses(self._tensors):
+                return self._tensors
         tensors = graph.tensors(self.model, sharded=True)
         if not is_compiling() and not any(map(is_sharded, tensors.values())):
             self._remember(graph, tensors)
@@ -51,7 +55,7 @@ class ModelTensors:
     def is_same_structure(self) -> bool:
         """Whether all modules hold the children and parameters that they held at the last walk."""
         lengths = [len(own) for own in self._dicts]
-        found = [value for own in self._dicts for value in own.values()]
+        found = [value for own in self._filled for value in own.values()]
         return bool(lengths) and lengths == self._lengths and all(map(operator.is_, found, self._kept))
 
     def _remember(self, graph: PathGraph, tensors: Tensors) -> None:
@@ -61,16 +65,23 @@ class ModelTensors:
             children, parameters, _ = module_dicts(module)
             self._dicts += [children, parameters]
         self._lengths = [len(own) for own in self._dicts]
-        self._kept = [value for own in self._dicts for value in own.values()]
-        self._places = {}
-        for name in tensors:
+        self._filled = [own for own in self._dicts if own]
+        self._kept = [value for own in self._filled for value in own.values()]
+        self._buffers = []
+        for name, tensor in tensors.items():
             prefix, _, key = name.rpartition(".")
             _, parameters, buffers = module_dicts(self.model.get_submodule(prefix))
-            self._places[name] = (parameters if key in parameters else buffers), key
-        self._graph, self._addresses = graph, [tensor.data_ptr() for tensor in tensors.values()]
+            if key not in parameters:
+                self._buffers.append((buffers, key, tensor))
+        self._graph, self._tensors, self._addresses = graph, tensors, addresses(tensors)
 
     def __getstate__(self) -> dict[str, object]:
         return {"model": self.model}
 
     def __setstate__(self, state: dict[str, nn.Module]) -> None:
         ModelTensors.__init__(self, state["model"])
+
+
+def addresses(tensors: Tensors) -> list[int]:
+    """Where they lie."""
+    return [tensor.data_ptr() for tensor in tensors.values()]

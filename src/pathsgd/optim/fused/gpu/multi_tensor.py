@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
+from pathsgd.geometry.cuda_graph import CUDAGraph
 from pathsgd.geometry.devices import on_device
 from pathsgd.geometry.gamma import Gamma, Gammas
 from pathsgd.optim.capture_from_start import CapturedCopies
@@ -24,6 +25,7 @@ from pathsgd.optim.fused.gpu.multi_tensor_kernel import (
     TOGETHER,
     multi_tensor_kernel,
 )
+from pathsgd.optim.fused.gpu.recorded_steps import capture_launches
 from pathsgd.optim.fused.gpu.triton_rule import OPTIONS, QUICK_FROM, find_method, find_numbers
 from pathsgd.optim.rule import GroupRule, Rule, State
 
@@ -88,8 +90,11 @@ class MultiTensorStep:
             self.tiles = self._make_tiles()
         self.fields = self._make_fields(moved)
         self.table: Tensor
+        """Stays where it is once launches are captured."""
         self._told: tuple[list[int], list[float]] = [], []
         """The addresses of gradients and the rates that the table has."""
+        self._launched = False
+        self._graph: CUDAGraph | None = None
 
     def _find_tensors(self, weight: Tensor, state: State, gamma: Gamma | None) -> list[Tensor]:
         """In the order of the table; the weight stands for state that there is not."""
@@ -151,28 +156,43 @@ class MultiTensorStep:
 
     def step(self, groups: Sequence[GroupRule]) -> None:
         """One step by these rules."""
-        rule = groups[0].rule
-        decay = rule.decay if any(group.rule.weight_decay for group in groups) else "none"
         with on_device(self.device):
             self._point(groups)
-            for kind, tiles in self.tiles.items():
-                multi_tensor_kernel[(len(tiles),)](
-                    self.table, tiles, *find_numbers(rule), KIND=kind, METHOD=find_method(rule),
-                    NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize,
-                    QUICK=rule.eps >= QUICK_FROM, **OPTIONS,
-                )  # fmt: skip
+            if is_capturing() or not self._launched or self.device.type != "cuda":
+                self._launch()
+                self._launched = True  # the kernels are compiled
+            else:
+                # Nothing that they are launched with changes: what does is in the table.
+                self._graph = self._graph or capture_launches(self._launch, self.device)
+                self._graph.replay()
         torch.autograd.graph.increment_version(self.parameters)  # as torch does when it writes
+
+    def _launch(self) -> None:
+        rule = self.groups[0].rule
+        decay = rule.decay if any(group.rule.weight_decay for group in self.groups) else "none"
+        for kind, tiles in self.tiles.items():
+            multi_tensor_kernel[(len(tiles),)](
+                self.table, tiles, *find_numbers(rule), KIND=kind, METHOD=find_method(rule),
+                NESTEROV=rule.nesterov, DECAY=decay, MAXIMIZE=rule.maximize,
+                QUICK=rule.eps >= QUICK_FROM, **OPTIONS,
+            )  # fmt: skip
 
     def _point(self, groups: Sequence[GroupRule]) -> None:
         """Tells the kernel where gradients lie, and the rates."""
         rates = [0.0 if isinstance(rule.lr, Tensor) else float(rule.lr) for rule, _ in groups]
-        if (self.gradients, rates) != self._told:
+        capturing = is_capturing()
+        if capturing or (self.gradients, rates) != self._told:
             self.fields[:, 1] = torch.tensor(self.gradients)
             if rates != self._told[1]:
                 by_row = [rate for rate, n in zip(rates, self.lengths, strict=True) for _ in range(n)]
                 self.fields.view(torch.float64)[:, 7] = torch.tensor(by_row, dtype=torch.float64)
-            self.table = self._place(self.fields)
-            self._told = self.gradients, rates
+            if capturing:
+                self.table, self._graph = self._place(self.fields), None  # the captured graph's own
+            elif self._graph is None:
+                self.table = self._place(self.fields)
+            else:
+                self.table.copy_(self.fields.pin_memory(), non_blocking=True)
+            self._told = ([], []) if capturing else (self.gradients, rates)
         start = 0
         for group in groups:
             stop = start + len(group.parameters)

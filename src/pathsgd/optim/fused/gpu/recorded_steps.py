@@ -57,7 +57,7 @@ class RecordedSteps:
             launch(self._reading(layers))  # compiles the kernels that are to be captured
         else:
             reading = self._reading(layers)
-            self._graphs[key] = graph = _capture(lambda: launch(reading), self.device)
+            self._graphs[key] = graph = capture_launches(lambda: launch(reading), self.device)
             graph.replay()
 
     def _write(self, numbers: list[float]) -> None:
@@ -123,7 +123,7 @@ def _constants(rule: Rule) -> tuple[object, ...]:
     )
 
 
-def _capture(launch: Callable[[], None], device: torch.device) -> CUDAGraph:
+def capture_launches(launch: Callable[[], None], device: torch.device) -> CUDAGraph:
     """A CUDA graph of the launches, without the clearing of caches that torch.cuda.graph does: nothing is
     allocated here."""
     graph, stream = CUDAGraph(), torch.cuda.Stream(device)
