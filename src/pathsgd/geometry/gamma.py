@@ -162,15 +162,21 @@ class Gamma:
                 self._roots.append((root, _invert(root), factor.exponent))
         return self._roots
 
-    def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
+    @property
+    def stored(self) -> bool:
+        """Whether gamma of every entry is, and not two vectors whose product it is."""
+        return self.whole is not None
+
+    def inverse_root(self) -> tuple[Tensor, Tensor | None]:
         """``1 / sqrt(gamma)`` of every entry, 0 where gamma is 0.
 
         Returns:
-            (root, n) for ``root * 2^-n``, n None for 0; None where gamma is a product that is not stored.
+            (root, n) for ``root * 2^-n``, n None for 0.
         """
-        if self.whole is None:
-            return None
-        ((_, inverse, exponent),) = self.roots()
+        (_, inverse, exponent), *rest = self.roots()
+        for _, other, shift in rest:
+            inverse = inverse * other
+            exponent = exponent if exponent is None or shift is None else exponent + shift
         return inverse, exponent
 
     def weight_to_z(self, weight: Tensor) -> Tensor:
@@ -216,10 +222,12 @@ class Gamma:
 
 
 def _multiply(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """A new tensor: in the memory of the first product, unless it is differentiated."""
-    for k, factor in enumerate(factors):
-        x = x.mul_(factor) if k and are_plain([x, factor]) else x * factor
-    return x
+    """A new tensor: in the memory of the product of two factors, unless it is differentiated."""
+    product, *rest = factors
+    for other in rest:
+        product = product * other
+    in_place = bool(rest) and x.dtype == product.dtype and are_plain([x, product])
+    return product.mul_(x) if in_place else x * product
 
 
 def _invert(root: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gamma
 from pathsgd.geometry.sharded import place_gradients
-from pathsgd.graph.sharded import is_sharded
 
 Limit = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
 """Shortens the steps of z of these parameters, which were at these weights."""
@@ -42,8 +41,7 @@ class InvariantView:
         self.grads = [p.grad for p, _ in self.parameters]
         try:
             for p, gamma in self.parameters:
-                if not _multiply_in_place(p, gamma):
-                    _write(p, gamma.weight_to_z(_compute_dtype(p, gamma)))
+                _write(p, gamma.weight_to_z(_compute_dtype(p, gamma)))
             self._check_range()
             self._gradients_to_z()
             yield
@@ -82,8 +80,7 @@ class InvariantView:
         """Every Parameter holds w again, moved as z was."""
         if self.limit is None:
             for k, (p, _) in enumerate(self.parameters):
-                if not self._move_in_place(k):
-                    _write(p, self._weight(k, self._step(k)))
+                _write(p, self._weight(k, self._step(k)))
             return
         steps = [self._step(k) for k in range(len(self.parameters))]
         steps = self.limit([p for p, _ in self.parameters], self.start, steps)
@@ -113,37 +110,10 @@ class InvariantView:
         z = gamma.weight_to_z(_compute_dtype(self.start[k], gamma)).to(p.dtype)
         return _compute_dtype(p, gamma) - _compute_dtype(z, gamma)
 
-    @torch.no_grad()
-    def _move_in_place(self, k: int) -> bool:
-        """Writes :meth:`_weight` in the memory of the Parameter, if its gamma allows it."""
-        p, gamma = self.parameters[k]
-        if not _is_plain(p, gamma):
-            return False
-        p.sub_(gamma.weight_to_z(self.start[k]))
-        *others, last = [inverse for _, inverse, _ in gamma.roots()]
-        for inverse in others:
-            p.mul_(inverse)
-        torch.addcmul(self.start[k], p, last, out=p)
-        return True
-
     def _weight(self, k: int, step: Tensor) -> Tensor:
         """``w + (z' - z) / sqrt(gamma)``: exactly w where the optimizer did not move."""
         p, gamma = self.parameters[k]
         return self.start[k] + gamma.step_from_z(step).to(p.dtype)
-
-
-@torch.no_grad()
-def _multiply_in_place(parameter: Tensor, gamma: Gamma) -> bool:
-    """Makes z of w in the same memory, if its gamma allows it."""
-    plain = _is_plain(parameter, gamma)
-    for root, _, _ in gamma.roots() if plain else ():
-        parameter.mul_(root)
-    return plain
-
-
-def _is_plain(parameter: Tensor, gamma: Gamma) -> bool:
-    exponents = gamma.arithmetic.exponents
-    return parameter.dtype == gamma.dtype and not exponents and not is_sharded(parameter)
 
 
 @torch.no_grad()

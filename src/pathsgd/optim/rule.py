@@ -87,8 +87,12 @@ class InvariantCoordinates(Protocol):
 
     def step_from_z(self, step: Tensor) -> Tensor: ...
 
-    def inverse_root(self) -> tuple[Tensor, Tensor | None] | None:
-        """``1 / sqrt(gamma)`` of every entry, where it is stored, as (root, n) for ``root * 2^-n``."""
+    @property
+    def stored(self) -> bool:
+        """Whether the root of every entry is, or it is made each time."""
+
+    def inverse_root(self) -> tuple[Tensor, Tensor | None]:
+        """``1 / sqrt(gamma)`` of every entry as (root, n) for ``root * 2^-n``."""
 
 
 # One operation on each tensor of a list, by the name of torch's method. The formula is written with these, so
@@ -134,7 +138,7 @@ def gradients_to_z(
     for k, gamma in enumerate(gammas):
         if gamma is None:
             continue
-        root, exponent = gamma.inverse_root() or (None, None)
+        root, exponent = gamma.inverse_root() if gamma.stored else (None, None)
         if root is None or exponent is not None:
             found[k] = gamma.gradient_to_z(found[k])
         else:
@@ -168,29 +172,28 @@ def apply_steps(
     found = list(weights)
     if weight_decay:
         found = each("mul_", found, [1 - rate * weight_decay for rate in rates])
-    together: dict[tuple[float, bool], list[int]] = {}
-    moved, roots = list(us), [None if gamma is None else gamma.inverse_root() for gamma in gammas]
+    together: dict[tuple[float, bool], list[tuple[int, Tensor, Tensor]]] = {}
     for k, (weight, u, gamma, rate) in enumerate(zip(found, us, gammas, rates, strict=True)):
-        root, exponent = roots[k] or (None, None)
-        mixed = len({t.dtype for t in (weight, u, root) if t is not None}) > 1
+        mixed = weight.dtype != u.dtype or (gamma is not None and weight.dtype != gamma.dtype)
         if mixed or isinstance(rate, Tensor):
             step = rate * (u if gamma is None else gamma.step_from_z(u))
             (found[k],) = each("sub_", [weight], [step.to(weight.dtype)])
             continue
-        if gamma is not None and root is None:
-            (found[k],) = each("add_", [weight], [gamma.step_from_z(u).to(weight.dtype)], alpha=-rate)
+        if gamma is None:
+            together.setdefault((rate, True), []).append((k, u, u))
             continue
+        root, exponent = gamma.inverse_root()
         if exponent is not None:  # exact, so that a rescaled copy in plain floats takes the same step
-            moved[k] = exact_ldexp(u, -exponent)
-        together.setdefault((rate, gamma is None), []).append(k)
-    for (rate, plain), places in together.items():
-        ws, own = [found[k] for k in places], [moved[k] for k in places]
-        if plain:
-            new = each("add_", ws, own, alpha=-rate)
+            u = exact_ldexp(u, -exponent)
+        if gamma.stored:
+            together.setdefault((rate, False), []).append((k, u, root))
         else:
-            new = each(
-                "addcmul_", ws, own, [root[0] for root in (roots[k] for k in places) if root], value=-rate
-            )
-        for k, weight in zip(places, new, strict=True):
+            (found[k],) = each("addcmul_", [weight], [u], [root], value=-rate)
+    for (rate, plain), own in together.items():
+        ws, moved, roots = [found[k] for k, _, _ in own], [u for _, u, _ in own], [root for _, _, root in own]
+        new = (
+            each("add_", ws, moved, alpha=-rate) if plain else each("addcmul_", ws, moved, roots, value=-rate)
+        )
+        for (k, _, _), weight in zip(own, new, strict=True):
             found[k] = weight
     return found

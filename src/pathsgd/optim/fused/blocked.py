@@ -19,6 +19,7 @@ from pathsgd.optim.rule import Rule, State, apply_momentum, multi_tensor
 
 BLOCK = 1 << 21
 """Entries of a block: large, so that the calls of torch cost little beside it."""
+Strides = tuple[tuple[int, ...], ...]
 MOST_SHAPES = 64
 """Lists of shapes whose blocks are kept."""
 
@@ -252,12 +253,14 @@ class Part(NamedTuple):
     state: State
     root: Tensor
     """``1 / sqrt(gamma)``, 0 where gamma is 0, of the weight's shape or one that expands to it. For a plain
-    rule it is ``1 / gamma``, which saves a pass."""
+    rule it may be ``1 / gamma``, which saves a pass."""
     scratch: Scratch
 
 
-def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False) -> None:
-    """One step of these tensors and their state, in place; ``all_live`` says that no gamma is 0."""
+def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False, by_h: bool = False) -> None:
+    """One step of these tensors and their state, in place; ``all_live`` says that no gamma is 0. ``by_h``
+    computes h first, as the reference does: rescaled copies of which one needs exponents, and is left to the
+    reference, take the same steps of SGD to the last bit."""
     weights, grads = [part.weight for part in parts], [part.grad for part in parts]
     roots = [part.root for part in parts]
     lr, decay = float(rule.lr), rule.decoupled_decay
@@ -266,12 +269,12 @@ def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False) -> None:
             weight.mul_(1 - (root > 0).to(root.dtype) * (rule.lr * decay))
     elif decay:
         _multiply_all(weights, 1 - lr * decay)
-    if is_plain(rule):
+    if is_plain(rule) and not by_h:
         _move(weights, grads, roots, lr if rule.maximize else -lr)
         return
     states = [[*own] for own in zip(*(part.state for part in parts), strict=True)]
     momentum_alone = rule.method == "sgd" and not rule.nesterov and not rule.coupled_decay
-    if momentum_alone and _are_alike(*states, grads, roots):
+    if momentum_alone and not by_h and _are_alike(*states, grads, roots):
         # apply_momentum in two passes: h is not stored.
         _multiply_all(states[0], rule.momentum)
         _torch.foreach("addcmul_", states[0], grads, roots, value=-1.0 if rule.maximize else 1.0)
@@ -284,7 +287,8 @@ def update_(parts: Sequence[Part], rule: Rule, all_live: bool = False) -> None:
         for h, weight, root in zip(hs, weights, roots, strict=True):
             h.add_(torch.where(root > 0, weight / root, 0), alpha=rule.coupled_decay)
     if rule.method == "sgd":
-        us, _ = apply_momentum(hs, states[0], rule.momentum, rule.nesterov, _overwrite)
+        buffers = states[0] if states else []
+        us, _ = apply_momentum(hs, buffers, rule.momentum, rule.nesterov, _overwrite)
         _move(weights, us, roots, -lr)
         return
     zs = [part.scratch.z for part in parts]
@@ -317,24 +321,31 @@ def _are_alike(*lists: Sequence[Tensor]) -> bool:
     return len({tensor.dtype for tensors in lists for tensor in tensors}) == 1
 
 
-def take_scratch(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Scratch]:
+def take_scratch(tensors: Sequence[Tensor], dtype: torch.dtype, strided: bool = False) -> list[Scratch]:
     """Blocks of these tensors' shapes to compute in, kept for all steps of a thread: to allocate them anew
-    takes as long as half a step. With fp32 they take 24 MB at most, or three rows of a layer."""
+    takes as long as half a step. With fp32 they take 24 MB at most, or three rows of a layer. They are
+    contiguous, or ``strided`` as the tensors are, which are dense."""
     shapes = tuple([tensor.shape for tensor in tensors])
-    found = _kept.blocks.get((shapes, dtype))
-    return _make_scratch(shapes, dtype) if found is None else found
+    strides = tuple([tensor.stride() for tensor in tensors]) if strided else None
+    found = _kept.blocks.get((shapes, strides, dtype))
+    return _make_scratch(shapes, strides, dtype) if found is None else found
 
 
-def _make_scratch(shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> list[Scratch]:
+def _make_scratch(
+    shapes: tuple[torch.Size, ...], strides: Strides | None, dtype: torch.dtype
+) -> list[Scratch]:
     counts = [3 * shape.numel() for shape in shapes]
     if _kept.memory.dtype != dtype or _kept.memory.numel() < sum(counts):
         _kept.memory = torch.empty(sum(counts), dtype=dtype, device="cpu")
         _kept.blocks.clear()
     if len(_kept.blocks) == MOST_SHAPES:
         _kept.blocks.clear()
-    found = _kept.blocks[shapes, dtype] = []
-    for shape, own in zip(shapes, _kept.memory[: sum(counts)].split(counts), strict=True):
+    found = _kept.blocks[shapes, strides, dtype] = []
+    for k, own in enumerate(_kept.memory[: sum(counts)].split(counts)):
+        shape = shapes[k]
         block, h, z = own.view(3, *shape).unbind()
+        if strides is not None:
+            block, h, z = (x.as_strided(shape, strides[k], x.storage_offset()) for x in (block, h, z))
         found.append(Scratch(block, block.mT if len(shape) > 1 else block, h, z))
     return found
 
@@ -344,7 +355,7 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, device="cpu")
-        self.blocks: dict[tuple[tuple[torch.Size, ...], torch.dtype], list[Scratch]] = {}
+        self.blocks: dict[tuple[tuple[torch.Size, ...], Strides | None, torch.dtype], list[Scratch]] = {}
 
 
 _kept = _Kept()

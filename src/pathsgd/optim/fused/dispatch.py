@@ -15,6 +15,7 @@ from pathsgd.graph.chains import Chain, Layer, chains
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.optim.capture_from_start import CapturedCopies
 from pathsgd.optim.fused.blocked import Blocked
+from pathsgd.optim.fused.blocked_tensors import BlockedTensors, Moved
 from pathsgd.optim.fused.chain_step import ChainStep
 from pathsgd.optim.fused.implementation import Implementation, LayerTensors, OptimizerState
 from pathsgd.optim.gamma_cache import GammaCache
@@ -98,10 +99,12 @@ class Dispatch:
             groups = [
                 GroupRule(rule, [p for p in own if id(p) not in self.last_kinds]) for rule, own in groups
             ]
-        tensors = self._ready_tensors([group for group in groups if group.parameters], state)
+        groups = [group for group in groups if group.parameters]
+        kind: Kind = "triton" if groups and _uses_triton(self.choice, groups[0].parameters[0]) else "blocked"
+        tensors = (self._ready_tensors if kind == "triton" else self._ready_blocks)(groups, state)
         if tensors is not None:
             found.append(tensors)
-            self.last_kinds.update(dict.fromkeys(map(id, tensors.parameters), "triton"))
+            self.last_kinds.update(dict.fromkeys(map(id, tensors.parameters), kind))
         return found
 
     def _ready_chains(self, groups: Sequence[GroupRule], state: OptimizerState) -> Iterator[ReadyChain]:
@@ -125,10 +128,27 @@ class Dispatch:
                 self.last_kinds.update(dict.fromkeys(map(id, tensors), kind))
                 yield ReadyChain(step, layers, tensors)
 
+    def _ready_blocks(self, groups: list[GroupRule], state: OptimizerState) -> BlockedTensors | None:
+        """Those of these parameters on a CPU that have a gamma and can be moved in blocks."""
+        if self.choice not in ("auto", "blocked"):
+            return None
+        found = []
+        for rule, own in groups:
+            if (
+                rule.p not in POWERS
+                or own[0].device.type != "cpu"
+                or self.gamma_cache.gammas(rule.p).exponents
+            ):
+                continue
+            gammas = self.gamma_cache.gammas_of(own, rule.p)
+            for p, next_rule, gamma in zip(own, state.count_next(rule, own), gammas, strict=True):
+                if gamma is not None:
+                    found.append(Moved(p, next_rule, state.tensors(p) if rule.state_count else (), gamma))
+        found = [moved for moved in found if moved.fits()]
+        return BlockedTensors(found) if found else None
+
     def _ready_tensors(self, groups: list[GroupRule], state: OptimizerState) -> ReadyTensors | None:
         """All of these parameters by their measured gammas, if the kernel knows their rules and layouts."""
-        if not groups or not _uses_triton(self.choice, groups[0].parameters[0]):
-            return None
         rule = groups[0].rule
         if rule.p != 2 or not all(group.rule.is_compatible(rule) for group in groups):
             return None
