@@ -41,10 +41,11 @@ class PathNormalized(PathOptimizer):
     State is kept on h and z, so it survives a rescaling of the model in mid-training. What a base optimizer
     does not take (Muon: anything but matrices) it does not take here either.
 
-    Stacks of linear layers under torch's SGD, Adagrad, Adam and AdamW are moved by fused implementations,
-    with no copies. What they have no rule for is taken to z and back around the base's own step, during which
-    two copies of those parameters are held, and none between steps: other optimizers, other layers, and
-    ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step``, ``refresh_every`` and closures.
+    Under torch's SGD, Adagrad, Adam and AdamW parameters are moved by fused implementations, with no copies.
+    What they have no rule for is taken to z and back around the base's own step, during which two copies of
+    those parameters are held, and none between steps: other optimizers, layers in low precision that are not
+    in a stack of linear ones, ``dampening``, ``amsgrad``, ``differentiable``, ``max_relative_step`` and
+    closures.
 
     With ``relative=True`` a step is a fraction of what it moves: the base works on ``u = z / size``,
     z being the weights of the canonical equivalent (:mod:`pathsgd.geometry.canonical`) and ``size`` the root

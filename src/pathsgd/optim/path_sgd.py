@@ -77,8 +77,8 @@ class PathSGD(PathOptimizer):
         fallback_lr: the step size of parameters that are not path-normalised (default: ``lr``). It follows
             the schedule of ``lr``.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
-        implementation: how stacks of linear layers are moved: ``"triton"`` on a GPU, ``"blocked"`` on a CPU,
-            or ``"reference"``, which moves everything else too. ``"auto"`` chooses; they compute the same.
+        implementation: how parameters are moved: by ``"triton"`` on a GPU, by ``"blocked"`` on a CPU, or by
+            ``"reference"``, which also moves what those do not. ``"auto"`` chooses; they compute the same.
         maximize: maximize the objective instead of minimizing it.
         relative: whether steps are relative, as in :class:`pathsgd.PathNormalized`, in the direction of the
             normalised momentum.
