@@ -150,6 +150,7 @@ def test_a_data_set_of_ones_own(tmp_path, capsys, no_figures):
     assert "holds another study (epochs differ)" in refused(capsys, *longer)
     np.savez(own, train_x=2 * x[:150], train_y=y[:150], test_x=x[150:], test_y=y[150:])
     again = (*study, "--search-epochs", 2, "--epochs", 3, "--out", out, "--quiet")
+    (out / ".study.json.0123abcd").write_bytes(b"")  # by a kill in the middle of writing
     assert "holds another study (data of own differ)" in refused(capsys, *again)
     assert numbers(out) == before
     (out / "figures").mkdir()
@@ -157,6 +158,7 @@ def test_a_data_set_of_ones_own(tmp_path, capsys, no_figures):
     assert command(*again, "--replace") == 0
     assert len(numbers(out)) > len(before)  # other numbers are other runs
     assert not (out / "figures" / "figure3.png").exists()
+    assert not files(out, ".*.*")
 
 
 def refused(capsys, *arguments, code=1):

@@ -28,3 +28,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what a kill in :func:`write_atomically` has left in a folder that nobody else writes to."""
+    for left in folder.glob(f".*.{'[0-9a-f]' * 8}"):
+        left.unlink(missing_ok=True)

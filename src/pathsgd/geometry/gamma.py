@@ -171,13 +171,13 @@ class Gamma:
         """``1 / sqrt(gamma)`` of every entry, 0 where gamma is 0.
 
         Returns:
-            (root, n) for ``root * 2^-n``, n None for 0.
+            (root, n) for ``root * 2^-n``, n None for 0; n is 0 where the root is.
         """
         (_, inverse, exponent), *rest = self.roots()
         for _, other, shift in rest:
             inverse = inverse * other
             exponent = exponent if exponent is None or shift is None else exponent + shift
-        return inverse, exponent
+        return inverse, exponent if exponent is None else torch.where(inverse == 0, 0, exponent)
 
     def weight_to_z(self, weight: Tensor) -> Tensor:
         """A weight in invariant coordinates.

@@ -31,7 +31,7 @@ class ModelTensors:
         """Those dictionaries that are not empty,"""
         self._kept: list[object] = []
         """and what they hold."""
-        self._buffers: list[tuple[dict[str, object], str, Tensor]] = []
+        self._own_buffers: list[tuple[dict[str, object], str, Tensor]] = []
         self._graph: PathGraph | None = None
         self._tensors: Tensors = {}
         self._addresses: list[int] = []
@@ -44,7 +44,7 @@ class ModelTensors:
             PathError: the parameters are not those that were traced.
         """
         if graph is self._graph and not is_compiling() and self.is_same_structure():
-            same = all(owner.get(key) is buffer for owner, key, buffer in self._buffers)
+            same = all(owner.get(key) is buffer for owner, key, buffer in self._own_buffers)
             if same and self._addresses == addresses(self._tensors):
                 return self._tensors
         tensors = graph.tensors(self.model, sharded=True)
@@ -67,12 +67,12 @@ class ModelTensors:
         self._lengths = [len(own) for own in self._dicts]
         self._filled = [own for own in self._dicts if own]
         self._kept = [value for own in self._filled for value in own.values()]
-        self._buffers = []
+        self._own_buffers = []
         for name, tensor in tensors.items():
             prefix, _, key = name.rpartition(".")
             _, parameters, buffers = module_dicts(self.model.get_submodule(prefix))
             if key not in parameters:
-                self._buffers.append((buffers, key, tensor))
+                self._own_buffers.append((buffers, key, tensor))
         self._graph, self._tensors, self._addresses = graph, tensors, addresses(tensors)
 
     def __getstate__(self) -> dict[str, object]:

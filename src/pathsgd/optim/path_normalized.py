@@ -262,11 +262,11 @@ class PathNormalized(PathOptimizer):
         ready: list[Ready] = []
         if closure is None:
             params = [p for p in params if p.grad is not None]
-            ready = self._by_fused()
+            ready = [] if has_step_hooks(self.base) else self._by_fused()  # which may look at anything
         fused = {id(p) for part in ready for p in part.parameters}
         rest = [p for p in params if id(p) not in fused]
         loss = None
-        if rest or not ready or has_step_hooks(self.base):
+        if rest or not ready:
             loss = self._step_around_base(rest, [p for p in params if id(p) in fused], closure)
         with torch.no_grad():
             torch_rules.count_step(self.base, (p for part in ready for p in part.parameters))

@@ -128,7 +128,7 @@ class PathOptimizer(Optimizer):
 
     def _find_ready(self, groups: list[GroupRule], state: OptimizerState) -> list[Ready]:
         """What fused implementations can move now of parameters that have a rule. Nothing is written yet."""
-        if not groups or _torch.is_compiling() or self.gamma_cache.sharded:
+        if not groups or _torch.is_compiling() or _torch.is_forward_mode() or self.gamma_cache.sharded:
             return []
         if self._dispatch is None:
             self._dispatch = Dispatch(self.graph, self.gamma_cache, self.implementation)

@@ -13,6 +13,7 @@ import torch
 
 from pathsgd import PathError
 from pathsgd.console.devices import find_device
+from pathsgd.console.files import remove_temporaries
 from pathsgd.console.optional_imports import import_optional
 from pathsgd.paper.analysis.claims import find_undecided, judge_claims
 from pathsgd.paper.analysis.step_cost import measure_step_cost
@@ -357,6 +358,7 @@ def _begin_study(
             stale.append("manifest.json")
         for name in stale:
             (out / name).unlink(missing_ok=True)
+    remove_temporaries(out)
     write_json(out / "study.json", study_fields)
     write_json(out / "data.json", data_fields)
     return infos

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import pathsgd
 from pathsgd.graph.path_graph import remember_model
@@ -29,7 +30,7 @@ from support.training import pair
 REFERENCE_BITS = ["PathSGD", "momentum", "nesterov", "fallback"]
 
 
-@pytest.fixture(autouse=True, params=[40, blocked.BLOCK], ids=["small blocks", "one block"])
+@pytest.fixture(autouse=True, params=[200, blocked.BLOCK], ids=["small blocks", "one block"])
 def _block(request, monkeypatch):
     monkeypatch.setattr(blocked_tensors, "BLOCK", request.param)
 
@@ -88,6 +89,16 @@ def test_tensors_in_any_layout(name):
     found, expected = both_ways(OPTIMIZERS[name], to=channels_last, kind="blocked", place=last_axis_first)
     assert not found[1].gamma_cache.model.conv.weight.is_contiguous()
     assert_same(found, expected)
+
+
+def test_a_large_matrix_by_columns_is_for_the_reference(monkeypatch):
+    """It cannot be cut into rows, and blocks of its size would be kept."""
+    model, graph = start(to=channels_last, device="cpu")
+    optimizer = OPTIMIZERS["AdamW"](model, graph)
+    monkeypatch.setattr(blocked_tensors, "BLOCK", 100)
+    run(model, optimizer)
+    assert optimizer.implementations["inner.weight"] == "reference"
+    assert optimizer.implementations["conv.weight"] == "blocked"
 
 
 def transpose_state(model, optimizer, k):
@@ -164,3 +175,66 @@ def test_writes_are_counted():
     before = [p._version for p in moved]
     run(model, optimizer, 1)
     assert all(p._version > count for p, count in zip(moved, before, strict=True))
+
+
+def test_inference_mode_leaves_nothing_behind():
+    """Blocks to compute in are kept, and tensors made in that mode cannot be written outside."""
+    blocked._kept.blocks.clear()
+    blocked._kept.memory = torch.empty(0)
+    for mode in (True, False):
+        model, graph = start(device="cpu")
+        optimizer = OPTIMIZERS["PathSGD"](model, graph)
+        with torch.inference_mode(mode):
+            run(model, optimizer, 1, place=lambda grad, p: grad)
+
+
+def test_a_hook_of_the_base_may_change_gradients():
+    def shrink(optimizer, *_):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(1e-3)
+
+    def make(model, graph, **options):
+        optimizer = OPTIMIZERS["SGD"](model, graph, **options)
+        optimizer.base.register_step_pre_hook(shrink)
+        return optimizer
+
+    ends = []
+    for kind in ("auto", "reference"):
+        model, graph = start(device="cpu")
+        ends.append(run(model, make(model, graph, implementation=kind)))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch calls itself
+def test_steps_carry_tangents():
+    ends = []
+    for kind in ("auto", "reference"):
+        model, graph = start(device="cpu")
+        optimizer = OPTIMIZERS["PathSGD"](model, graph, implementation=kind)
+        with forward_ad.dual_level():
+            run(model, optimizer, 1, place=lambda grad, p: forward_ad.make_dual(grad, torch.ones_like(grad)))
+            ends.append(forward_ad.unpack_dual(model.conv.weight).tangent)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.Conv2d(3, 3, 1)], ids=["linear", "kernel"])
+def test_a_unit_that_dies_where_exponents_are_needed(layer, implementation):
+    """Its momentum is not zero, 1 / sqrt(gamma) is."""
+    first, second, last = (copy.deepcopy(layer) for _ in range(3))
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+    with torch.no_grad():
+        first.weight.mul_(1e-12)
+        first.bias.zero_()
+    x = torch.ones(1, 3) if layer.weight.dim() == 2 else torch.ones(1, 3, 2, 2)
+    optimizer = pathsgd.PathSGD(model, x, lr=1e-3, momentum=0.9, implementation=implementation)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-10)
+    optimizer.step()
+    assert optimizer.gamma_cache.gammas(2).exponents
+    with torch.no_grad():
+        second.weight[1] = 0
+        second.bias[1] = 0
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())

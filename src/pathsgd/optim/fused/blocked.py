@@ -331,6 +331,7 @@ def take_scratch(tensors: Sequence[Tensor], dtype: torch.dtype, strided: bool = 
     return _make_scratch(shapes, strides, dtype) if found is None else found
 
 
+@torch.inference_mode(False)  # where tensors are made that only this mode may write
 def _make_scratch(
     shapes: tuple[torch.Size, ...], strides: Strides | None, dtype: torch.dtype
 ) -> list[Scratch]:

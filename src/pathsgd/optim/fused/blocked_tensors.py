@@ -35,6 +35,7 @@ class Moved(NamedTuple):
             )
             and (self.rule.method == "sgd" or all(s.stride() == weight.stride() for s in self.state))
             and _is_dense(weight)
+            and (_is_by_rows(weight) or weight.numel() <= BLOCK)
         )
 
     def is_like(self, other: Moved) -> bool:
@@ -74,7 +75,7 @@ class BlockedTensors:
         for own in self.moved:
             weight = own.parameter
             count, columns = len(weight), weight[:1].numel()
-            each = max(BLOCK // max(columns, 1), 1) if _is_by_rows(weight) else max(count, 1)
+            each = max(BLOCK // max(columns, 1), 1)
             for start in range(0, count, each):
                 size = min(each, count - start) * columns
                 if batch and (size > room or not own.is_like(batch[0][0])):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from pathsgd import PathError
-from pathsgd.console.files import write_atomically
+from pathsgd.console.files import remove_temporaries, write_atomically
 from pathsgd.paper.config import Run
 from pathsgd.paper.config_json import from_json
 from pathsgd.paper.records.checksum import checksum_state
@@ -147,8 +147,7 @@ class RunFolder:
         """Removes what a run that has ended does not need, and temporary files that a kill has left."""
         if not keep_checkpoint:
             self.checkpoint.unlink(missing_ok=True)
-        for left in self.path.glob(".*.*"):
-            left.unlink(missing_ok=True)
+        remove_temporaries(self.path)
 
 
 def read_record(path: Path) -> RunRecord:
