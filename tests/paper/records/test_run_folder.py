@@ -64,7 +64,7 @@ def test_a_checkpoint_is_believed_whole_and_in_its_place_or_not_at_all(training_
     folder.checkpoint.write_bytes(content)
     folder.metrics.write_bytes(metrics.replace(b"1", b"2", 1))
     assert folder.load() is None
-    (folder.path / ".checkpoint.pt.left").write_bytes(b"half")
+    (folder.path / ".checkpoint.pt.0123abcd").write_bytes(b"half")
     assert train_small(SMALL, training_data, tmp_path)[0] == expected
     assert {path.name for path in folder.path.iterdir()} == {"config.json", "metrics.jsonl", "result.json"}
 
