@@ -11,6 +11,7 @@ from torch import nn
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
 from pathsgd.graph.path_graph import remember_model
+from support.training import pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -176,3 +177,21 @@ def unalign(model, optimizer, k):
 
 
 EVENTS = [schedule, decay_more, write_weights, move_weights, load_state, skip_some, unalign]
+
+
+def check_rescaled_copies(network, name, implementation):
+    """Copies, rescaled or not, compute the same bits after two steps."""
+    model, copied, graph, x = pair(network, torch.float32, powers_of_two=True)
+    ends = []
+    for own in (model, copy.deepcopy(model), copied):
+        remembered = copy.copy(graph)
+        remember_model(remembered, own)
+        optimizer = OPTIMIZERS[name](own.eval(), remembered, lr=1e-5, implementation=implementation)
+        for _ in range(2):
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+        assert implementation in optimizer.implementations.values()
+        ends.append(own(x))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])

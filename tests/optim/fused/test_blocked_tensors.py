@@ -10,7 +10,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import pathsgd
-from pathsgd.graph.path_graph import remember_model
 from pathsgd.optim.fused import blocked, blocked_tensors
 from support import cases
 from support.networks import Transformer, Vgg
@@ -20,12 +19,12 @@ from support.plain_steps import (
     assert_same,
     both_ways,
     channels_last,
+    check_rescaled_copies,
     in_place,
     last_axis_first,
     run,
     start,
 )
-from support.training import pair
 
 REFERENCE_BITS = ["PathSGD", "momentum", "nesterov", "fallback"]
 
@@ -67,20 +66,7 @@ def test_every_case(case):
 
 @pytest.mark.parametrize(("network", "name"), [(Vgg, "momentum"), (Vgg, "AdamW"), (Transformer, "Adam")])
 def test_rescaled_copies_and_repeated_runs_give_the_same_bits(network, name):
-    model, copied, graph, x = pair(network, torch.float32, powers_of_two=True)
-    ends = []
-    for own in (model, copy.deepcopy(model), copied):
-        remembered = copy.copy(graph)
-        remember_model(remembered, own)
-        optimizer = OPTIMIZERS[name](own.eval(), remembered, lr=1e-5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            own(x).square().mean().backward()
-            optimizer.step()
-        assert "blocked" in optimizer.implementations.values()
-        ends.append(own(x))
-    assert torch.equal(ends[0], ends[1])
-    assert torch.equal(ends[0], ends[2])
+    check_rescaled_copies(network, name, "blocked")
 
 
 @pytest.mark.parametrize("name", ["momentum", "AdamW"])

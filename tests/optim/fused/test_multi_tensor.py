@@ -22,6 +22,7 @@ from support.plain_steps import (
     both_ways,
     by_turns,
     channels_last,
+    check_rescaled_copies,
     in_place,
     last_axis_first,
     run,
@@ -31,7 +32,6 @@ from support.plain_steps import (
     unaligned,
     write_weights,
 )
-from support.training import pair
 
 KINDS = {kind.value for kind in (PLAIN, OUTER, STRIDED)}
 
@@ -78,20 +78,7 @@ def test_every_case(case):
 
 @pytest.mark.parametrize(("network", "name"), [(Vgg, "momentum"), (Vgg, "AdamW"), (Transformer, "Adam")])
 def test_rescaled_copies_and_repeated_runs_give_the_same_bits(network, name):
-    model, copied, graph, x = pair(network, torch.float32, powers_of_two=True)
-    ends = []
-    for own in (model, copy.deepcopy(model), copied):
-        remembered = copy.copy(graph)
-        remember_model(remembered, own)
-        optimizer = OPTIMIZERS[name](own.eval(), remembered, lr=1e-5, implementation="triton")
-        for _ in range(2):
-            optimizer.zero_grad()
-            own(x).square().mean().backward()
-            optimizer.step()
-        assert "triton" in optimizer.implementations.values()
-        ends.append(own(x))
-    assert torch.equal(ends[0], ends[1])
-    assert torch.equal(ends[0], ends[2])
+    check_rescaled_copies(network, name, "triton")
 
 
 @pytest.mark.parametrize("place", [last_axis_first, unaligned, by_turns])
@@ -181,3 +168,16 @@ def test_writes_are_counted():
     before = [p._version for p in model.parameters()]
     run(model, optimizer, 1)
     assert all(p._version > count for p, count in zip(model.parameters(), before, strict=True))
+
+
+def test_a_captured_step_has_a_table_of_its_own(monkeypatch):
+    """Steps outside of the graph write theirs; with ``refresh_every`` both have the same gammas."""
+    model, graph = start()
+    optimizer = OPTIMIZERS["PathSGD"](model, graph, implementation="triton", refresh_every=4)
+    tables = []
+    for k, capturing in enumerate((False, True, False)):
+        monkeypatch.setattr(multi_tensor, "is_capturing", lambda: capturing)  # noqa: B023
+        run(model, optimizer, 1, first=k, place=in_place)
+        tables.append(tensors_of(optimizer).table)
+    assert tables[1] is not tables[0]
+    assert tables[2] is not tables[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.gamma import Gamma
-from pathsgd.optim.fused.blocked import BLOCK, Part, take_scratch, update_
+from pathsgd.optim.fused.blocked import BLOCK, Part, inverse_power, take_scratch, update_
 from pathsgd.optim.rule import Rule, State
 
 
@@ -101,12 +101,8 @@ def _find_root(own: Moved, rows: slice, block: Tensor) -> tuple[Tensor, bool]:
 
 
 def _invert(sums: Tensor, p: int, into: Tensor) -> bool:
-    """Writes ``sums^(-1/p)``, 0 for 0; whether there is no 0. To the bits of the reference, which torch's
-    rsqrt is not."""
-    root = sums
-    for _ in range(p.bit_length() - 1):
-        root = torch.sqrt(root, out=into)
-    torch.reciprocal(root, out=into)
+    """Writes ``sums^(-1/p)``, 0 for 0; whether there is no 0."""
+    inverse_power(sums, 1, p, out=into)
     live = not sums.numel() or bool(sums.amin() > 0)
     if not live:
         into.nan_to_num_(nan=math.nan, posinf=0.0)

@@ -186,12 +186,10 @@ class MultiTensorStep:
             if rates != self._told[1]:
                 by_row = [rate for rate, n in zip(rates, self.lengths, strict=True) for _ in range(n)]
                 self.fields.view(torch.float64)[:, 7] = torch.tensor(by_row, dtype=torch.float64)
-            if capturing:
-                self.table, self._graph = self._place(self.fields), None  # the captured graph's own
-            elif self._graph is None:
-                self.table = self._place(self.fields)
-            else:
+            if self._graph is not None and not capturing:
                 self.table.copy_(self.fields.pin_memory(), non_blocking=True)
+            else:  # what the user captures has a table of its own
+                self.table, self._graph = self._place(self.fields), None
             self._told = ([], []) if capturing else (self.gradients, rates)
         start = 0
         for group in groups:
