@@ -368,7 +368,7 @@ def is_plain(rule: Rule) -> bool:
 
 
 def inverse_power(x: Tensor, power: int, p: int, out: Tensor) -> None:
-    """``x^(-power/p)`` for powers of 1 or 2 and p = 1, 2, 4; to the bits of the reference, as torch's rsqrt is
+    """``x^(-power/p)`` for powers of 1 or 2 and p = 1, 2, 4; to the bits of the reference, as rsqrt is
     not."""
     for _ in range((p // power).bit_length() - 1):
         x = torch.sqrt(x, out=out)
