@@ -17,8 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pathsgd._torch import is_plain
+
 DEAD = -(1 << 24)
 """The exponent of a zero: lower than any other, so that a dead unit never sets the exponent of a sum."""
+
+NEAR_ONE = 2.0**-10
+"""Mantissas from here to its inverse leave room for a sum, and for a product."""
 
 
 class ExtendedFloat(NamedTuple):
@@ -37,14 +42,17 @@ def power_of_two(n: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exact_ldexp(x: Tensor, n: Tensor) -> Tensor:
     """``x * 2^n`` exactly, in two halves because 2^n alone may be out of range where the product is not."""
-    half = torch.div(n, 2, rounding_mode="floor")
+    half = n >> 1
     return x * power_of_two(half, x.dtype) * power_of_two(n - half, x.dtype)
 
 
 def exact_frexp(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x = m * 2^e`` with |m| in [1/2, 1), and ``e = DEAD`` where x is zero."""
-    exponent = torch.where(x == 0, DEAD, torch.frexp(x.detach()).exponent)
-    return exact_ldexp(x, torch.where(x == 0, 0, -exponent)), exponent
+    zero = x == 0
+    mantissa, exponent = torch.frexp(x.detach())
+    if not is_plain(x):  # the derivative of torch.frexp overflows
+        mantissa = exact_ldexp(x, -exponent)
+    return mantissa, exponent.masked_fill(zero, DEAD)
 
 
 def safe_range(dtype: torch.dtype) -> tuple[float, float, float]:
@@ -80,6 +88,14 @@ def safe_bounds(dtype: torch.dtype, order: float) -> Bounds:
     gamma, largest, term = (1000, 900, -1000) if dtype == torch.float64 else (120, 100, -100)
     most = gamma / 2 * order
     return Bounds(gamma, min(largest, most), -min(gamma, most), term)
+
+
+def _largest_mantissas(x: ExtendedFloat) -> Tensor:
+    """That of every unit."""
+    assert x.exponent is not None
+    mantissa = x.mantissa.detach()
+    shared = [d for d, n in enumerate(x.exponent.shape) if n == 1 and mantissa.shape[d] > 1]
+    return mantissa.amax(shared, keepdim=True) if shared else mantissa
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ class Arithmetic:
             return x
         mantissa, exponent = self.align(x, dims)
         if math.isinf(self.p):
-            return self.normalise(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
+            return self.keep_near_one(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
         # The copies along an expanded axis are counted, not added up.
         repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
         times = math.prod(mantissa.shape[d] for d in repeated)
@@ -167,7 +183,7 @@ class Arithmetic:
             mantissa = mantissa.narrow(d, 0, 1)
         rest = tuple(d for d in dims if mantissa.shape[d] != 1)
         mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
-        return self.normalise(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
+        return self.keep_near_one(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
 
     def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """The sum (or the maximum) of several values of one shape."""
@@ -180,13 +196,13 @@ class Arithmetic:
                 highest = torch.maximum(highest, v.exponent)  # type: ignore[arg-type]
             parts = [self.shift(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
         result = functools.reduce(torch.maximum if math.isinf(self.p) else torch.add, parts)
-        return self.normalise(ExtendedFloat(result, highest))
+        return self.keep_near_one(ExtendedFloat(result, highest))
 
     def multiply(self, x: ExtendedFloat, y: ExtendedFloat) -> ExtendedFloat:
         if x.exponent is None or y.exponent is None:
             return ExtendedFloat(x.mantissa * y.mantissa)
         exponent = (x.exponent + y.exponent).clamp(min=DEAD)
-        return self.normalise(ExtendedFloat(x.mantissa * y.mantissa, exponent))
+        return self.keep_near_one(ExtendedFloat(x.mantissa * y.mantissa, exponent))
 
     # Exponents
 
@@ -201,14 +217,31 @@ class Arithmetic:
         """The same numbers with the largest mantissa of each unit in [1, 2^p)."""
         if x.exponent is None or not x.mantissa.numel():
             return x
-        shared = [d for d in range(x.mantissa.dim()) if x.exponent.shape[d] == 1]
-        mantissa = x.mantissa.detach()
-        top = mantissa.amax(tuple(shared), keepdim=True) if shared else mantissa
+        top = _largest_mantissas(x)
         binary = torch.frexp(top).exponent - 1
-        steps = torch.floor(binary / self.order).to(torch.int32)
-        steps = torch.where(top == 0, 0, steps)
-        exponent = torch.where(top == 0, DEAD, x.exponent + steps)
-        return ExtendedFloat(self.shift(x.mantissa, -steps), exponent)
+        if self.order == 2:
+            steps = binary >> 1
+        else:
+            steps = torch.floor(binary / self.order).to(torch.int32)
+        # One factor, a normal number: of mantissas near the ends of the range it leaves a few powers of two.
+        most = int((1022 if self.dtype == torch.float64 else 126) / self.order)
+        steps = steps.clamp(-most, most)
+        if self.order == int(self.order):
+            factor = power_of_two(steps * -int(self.order), self.dtype)
+        else:
+            factor = torch.exp2(steps.to(self.dtype) * -self.order)
+        return ExtendedFloat(x.mantissa * factor, (x.exponent + steps).masked_fill(top == 0, DEAD))
+
+    def keep_near_one(self, x: ExtendedFloat) -> ExtendedFloat:
+        """:meth:`normalise` if a mantissa is far from 1: to look at them takes a fifth of the time. Always on
+        a GPU, where the host would wait, and where roots are not exact under scaling by powers of 2^p."""
+        if x.exponent is None or not x.mantissa.numel():
+            return x
+        if x.mantissa.device.type == "cpu" and is_plain(x.mantissa) and math.log2(self.order).is_integer():
+            least, largest = torch.aminmax(_largest_mantissas(x))
+            if least.item() >= NEAR_ONE and largest.item() <= 1 / NEAR_ONE:
+                return x
+        return self.normalise(x)
 
     def ones(self, shape: Sequence[int], device: torch.device) -> ExtendedFloat:
         exponent = None

@@ -144,7 +144,7 @@ class Gamma:
         Returns:
             An fp64 tensor of the parameter's shape, -inf on dead paths.
         """
-        product = self.product()
+        product = self.arithmetic.normalise(self.product())  # so that rescaled copies are rounded alike
         logarithm = product.mantissa.double().log2() * (2 / self.arithmetic.order)
         if product.exponent is None:
             return logarithm

@@ -126,7 +126,7 @@ class RangeCheck:
         least, largest = (row[: len(self.looked)] for row in extremes)
         _log.warning(
             "the path weights of %s (from %.1e to %.1e) leave what %s is trusted with, so they are computed "
-            "with an exponent for every unit: exact, and up to three times as long",
+            "with an exponent for every unit: exact, and several times as long",
             graph.model, min(filter(None, least), default=0.0), max(largest), self.network.arithmetic.dtype,
         )  # fmt: skip
 

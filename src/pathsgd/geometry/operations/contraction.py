@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing, is_plain, is_transformed
-from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, exact_ldexp, safe_range
+from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, safe_range
 from pathsgd.geometry.operations.extended_views import cat, stack
+from pathsgd.geometry.operations.fold_exponents import fold_exponents
 from pathsgd.geometry.sharded import contract_shards
 from pathsgd.graph.sharded import is_sharded
 
@@ -60,12 +61,14 @@ def _contract_in_one_frame(arithmetic: Arithmetic, x: ExtendedFloat, weight: Ten
     y = _contract(arithmetic, arithmetic.shift(x.mantissa, x.exponent - frame), weight)
     _, low, high = safe_range(arithmetic.dtype)
     sums = y.detach().reshape(-1, weight.shape[0])
-    doubtful = ((sums < low) | ~(sums <= high)).any(0)
-    if bool(doubtful.any()):
+    if not bool(((sums >= low) & (sums <= high) | (sums == 0)).all()):
+        return None
+    zero = (sums == 0).any(0)
+    if bool(zero.any()):
         reached = (x.mantissa.detach() > 0).reshape(-1, weight.shape[1]).any(0)
-        if bool(((weight.detach()[doubtful] != 0) & reached).any()):
+        if bool(((weight.detach()[zero] != 0) & reached).any()):
             return None
-    return arithmetic.normalise(ExtendedFloat(y, frame.expand(*frame.shape[:-1], weight.shape[0])))
+    return arithmetic.keep_near_one(ExtendedFloat(y, frame.expand(*frame.shape[:-1], weight.shape[0])))
 
 
 def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: ExtendedFloat) -> ExtendedFloat:
@@ -83,7 +86,7 @@ def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: Ex
     if x.exponent is None or gradient.exponent is None:
         return ExtendedFloat(value)
     exponent = gradient.exponent.reshape(-1, 1) + x.exponent.reshape(1, -1)
-    return arithmetic.normalise(ExtendedFloat(value, exponent.clamp(min=DEAD)))
+    return arithmetic.keep_near_one(ExtendedFloat(value, exponent.clamp(min=DEAD)))
 
 
 def add_outer_products(
@@ -165,24 +168,12 @@ def _contract_by_unit(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) 
             ]
             return cat(parts, dim)
     assert x.exponent is not None
-    tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(-1)
-    edges, head = fold_exponents(arithmetic, weight, tail)
-    y = _contract(replace(arithmetic, as_given=True), x.mantissa, edges)
-    return arithmetic.normalise(ExtendedFloat(y, head.reshape((1,) * (ndim - 1) + (-1,))))
-
-
-def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """``|W[o, ...] 2^(tail - head_o)|^p`` and ``head``, chosen so that the largest entry of each row
-    lies in [1/2, 1) before the power. ``tail`` broadcasts against ``weight``."""
-    if not weight.numel():
-        return weight, torch.full((weight.shape[0],), DEAD, dtype=torch.int32, device=weight.device)
-    largest = weight.detach().abs()
-    if weight.dim() > 2:  # taps have one exponent: that of the largest
-        largest = largest.amax(tuple(range(2, weight.dim())), keepdim=True)
-    exponent = torch.frexp(largest).exponent + tail
-    exponent = torch.where((largest == 0) | (tail <= DEAD // 2), DEAD, exponent)
-    head = exponent.reshape(weight.shape[0], -1).amax(1)
-    column = head.reshape(-1, *(1,) * (weight.dim() - 1))
-    alive = exponent > DEAD // 2
-    edges = arithmetic.power(exact_ldexp(weight, torch.where(alive, tail - column, 0)))
-    return torch.where(alive, edges, 0), head
+    tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(1, -1)
+    powers = replace(arithmetic, as_given=True)
+    rows = BLOCK // max(weight.shape[1], 1) if weight.device.type == "cpu" else 0
+    folded = (fold_exponents(arithmetic, block, tail) for block in weight.split(rows or len(weight) or 1))
+    parts = [
+        ExtendedFloat(_contract(powers, x.mantissa, edges), head.reshape((1,) * (ndim - 1) + (-1,)))
+        for edges, head in folded
+    ]
+    return arithmetic.keep_near_one(cat(parts, ndim - 1))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pathsgd._torch import is_plain
 from pathsgd.geometry.devices import has_tensor_cores
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
-from pathsgd.geometry.operations.contraction import fold_exponents
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, safe_range
+from pathsgd.geometry.operations.fold_exponents import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
 from pathsgd.graph.image_convolutions import is_of_one_image
 from pathsgd.graph.nodes import Conv, Shape
@@ -25,38 +25,64 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     """A convolution (or its transpose) in the powered network."""
     if is_sharded(weight):
         return conv_shards(conv, arithmetic, operation, x, weight)
-    size = _output_size(operation, tuple(x.mantissa.shape[2:]))
-    by_kernel = not math.isinf(arithmetic.p) and _has_kernel(operation, x.mantissa, size, weight)
-    squares = by_kernel and arithmetic.p == 2 and not arithmetic.as_given and x.exponent is None
-    weight = weight if squares else arithmetic.cast(weight)
-    head = None
     if x.exponent is None:
-        edges = weight if squares else arithmetic.power(weight)
-    else:
-        ndim = x.mantissa.dim()
-        x = arithmetic.align(x, [d for d in range(ndim) if d != 1])
-        assert x.exponent is not None
-        channels = x.mantissa.shape[1]
-        tail = x.exponent.expand(1, channels, *(1,) * (ndim - 2)).reshape(channels)
-        rows, head = fold_exponents(
-            arithmetic, by_output(operation, weight), tail_of(operation, tail, weight)
-        )
-        edges = from_output(operation, rows, weight.shape)
-        head = head.reshape(1, -1, *(1,) * (ndim - 2))
+        return ExtendedFloat(_convolve(arithmetic, operation, x.mantissa, weight))
+    weight = arithmetic.cast(weight)
+    x = arithmetic.align(x, [d for d in range(x.mantissa.dim()) if d != 1])
+    found = None
+    if weight.device.type == "cpu" and is_plain(weight) and is_plain(x.mantissa):
+        found = _conv_in_one_frame(arithmetic, operation, x, weight)
+    return found or _conv_by_unit(arithmetic, operation, x, weight)
+
+
+def _convolve(arithmetic: Arithmetic, operation: Conv, x: Tensor, weight: Tensor) -> Tensor:
+    size = _output_size(operation, tuple(x.shape[2:]))
+    by_kernel = not math.isinf(arithmetic.p) and _has_kernel(operation, x, size, weight)
+    squares = by_kernel and arithmetic.p == 2 and not arithmetic.as_given
+    edges = weight if squares else arithmetic.power(arithmetic.cast(weight))
     if math.isinf(arithmetic.p):
-        y = max_conv(operation, x.mantissa, edges)
-    elif by_kernel:
+        return max_conv(operation, x, edges)
+    if by_kernel:
         from pathsgd.geometry.operations.gpu.image_convolution import convolve
 
-        y = convolve(operation, x.mantissa, edges, size, square=squares)
-    elif _flows_back(operation, x.mantissa, edges):
-        y = _flow_back(operation, x.mantissa, edges, size)
-    else:
-        y = torch.convolution(
-            x.mantissa, edges, None, operation.stride, operation.padding, operation.dilation,
-            operation.transposed, operation.output_padding, operation.groups,
-        )  # fmt: skip
-    return arithmetic.normalise(ExtendedFloat(y, head))
+        return convolve(operation, x, edges, size, square=squares)
+    if _flows_back(operation, x, edges):
+        return _flow_back(operation, x, edges, size)
+    return torch.convolution(
+        x, edges, None, operation.stride, operation.padding, operation.dilation, operation.transposed,
+        operation.output_padding, operation.groups,
+    )  # fmt: skip
+
+
+def _conv_in_one_frame(
+    arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor
+) -> ExtendedFloat | None:
+    """As :func:`contraction._contract_in_one_frame`; not on a GPU, where the host would wait for it."""
+    assert x.exponent is not None
+    frame = x.exponent.amax(1, keepdim=True)
+    y = _convolve(arithmetic, operation, arithmetic.shift(x.mantissa, x.exponent - frame), weight)
+    _, low, high = safe_range(arithmetic.dtype)
+    least, largest = (x.item() for x in torch.aminmax(y)) if y.numel() else (low, high)
+    if not largest <= high or (least < low and bool(((y > 0) & (y < low)).any())):
+        return None
+    if least == 0:
+        plain = Arithmetic(1.0, arithmetic.dtype)
+        alive = [(each != 0).to(arithmetic.dtype) for each in (x.mantissa, weight)]
+        if bool(((y == 0) & (_convolve(plain, operation, *alive) > 0)).any()):
+            return None
+    return arithmetic.keep_near_one(ExtendedFloat(y, frame.expand(-1, y.shape[1], *frame.shape[2:])))
+
+
+def _conv_by_unit(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
+    """With an exponent for every output, folded into the weights before the power."""
+    assert x.exponent is not None
+    ones = (1,) * (x.mantissa.dim() - 2)
+    channels = x.mantissa.shape[1]
+    tail = x.exponent.expand(1, channels, *ones).reshape(channels)
+    rows, head = fold_exponents(arithmetic, by_output(operation, weight), tail_of(operation, tail, weight))
+    edges = from_output(operation, rows, tuple(weight.shape))
+    y = _convolve(replace(arithmetic, as_given=True), operation, x.mantissa, edges)
+    return arithmetic.keep_near_one(ExtendedFloat(y, head.reshape(1, -1, *ones)))
 
 
 def _flows_back(operation: Conv, x: Tensor, edges: Tensor) -> bool:
@@ -119,6 +145,8 @@ def tail_of(operation: Conv, per_channel: Tensor, weight: Tensor) -> Tensor:
     g = operation.groups
     taps = (1,) * (weight.dim() - 2)
     outputs = weight.shape[1] * g if operation.transposed else weight.shape[0]
+    if g == 1:
+        return per_channel.reshape(1, -1, *taps)
     grouped = per_channel.reshape(g, 1, -1).expand(g, outputs // g, -1)
     return grouped.reshape(outputs, -1, *taps)
 
@@ -154,9 +182,9 @@ def conv_weight_adjoint(
     out = gradient.exponent.expand(1, outputs, *(1,) * (ndim - 2)).reshape(-1)
     tail = tail_of(operation, into, weight)
     head = out.reshape(-1, *(1,) * (weight.dim() - 1))
-    per_pair = (tail + head).expand(*tail.shape)
+    per_pair = tail + head
     shape = (*weight.shape[:2], *(1,) * (weight.dim() - 2))
-    return arithmetic.normalise(ExtendedFloat(value, from_output(operation, per_pair, shape)))
+    return arithmetic.keep_near_one(ExtendedFloat(value, from_output(operation, per_pair, shape)))
 
 
 # p = inf: a maximum over taps and channels, where torch has no kernel

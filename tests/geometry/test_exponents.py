@@ -1,0 +1,97 @@
+"""With exponents, what is fast finds the bits of what is obvious."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from pathsgd.geometry.extended_float import DEAD, Arithmetic
+from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.geometry.operations import contraction, convolution
+from pathsgd.geometry.operations.fold_exponents import fold_by_entry, fold_exponents
+from pathsgd.geometry.rescale import apply_factors
+from pathsgd.graph.unit_classes import unit_classes_of
+from support.cases import CASES, build, traced
+
+
+def draw_factors(count, bits):
+    generator = torch.Generator().manual_seed(bits)
+    factors = torch.exp2(torch.randint(-bits, bits + 1, (count,), generator=generator).double())
+    factors[0] = 1  # what cannot be rescaled
+    return factors
+
+
+def do_as_is_obvious(monkeypatch):
+    """An exponent for every unit, folded into every weight, and mantissas in [1, 2^p)."""
+    monkeypatch.setattr(contraction, "_contract_in_one_frame", lambda *_: None)
+    monkeypatch.setattr(convolution, "_conv_in_one_frame", lambda *_: None)
+    for module in (contraction, convolution):
+        monkeypatch.setattr(module, "fold_exponents", fold_by_entry)
+    monkeypatch.setattr(Arithmetic, "keep_near_one", Arithmetic.normalise)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("bits", [0, 20, 60])
+@pytest.mark.parametrize("case", CASES)
+def test_gammas(case, bits, p, monkeypatch):
+    graph, model = traced(case), build(case).float()
+    tensors, units = graph.tensors(model), unit_classes_of(graph)
+    apply_factors(tensors, units, draw_factors(units.count, bits))
+    found = measure_gammas(graph, tensors, p, exponents=True)
+    do_as_is_obvious(monkeypatch)
+    expected = measure_gammas(graph, tensors, p, exponents=True)
+    for name in found:
+        assert torch.equal(found[name].log2(), expected[name].log2()), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("p", [1, 2, 2.5, 3])
+@pytest.mark.parametrize("shape", [(40, 7), (40, 7, 3, 3)])
+@pytest.mark.parametrize("spread", [10, 60, 120])
+def test_folded_weights(spread, shape, p):
+    """Of rows and of columns as large and as small as floats are."""
+    generator = torch.Generator().manual_seed(spread)
+    rows, columns = (
+        torch.randint(-spread, spread + 1, (n,), generator=generator, dtype=torch.int32)
+        for n in (shape[0], shape[1])
+    )
+    weight = torch.randn(shape, generator=generator)
+    weight[3], weight[:, 2], rows[4:6], columns[5] = 0, 0, torch.tensor([-125, 120], dtype=torch.int32), DEAD
+    ones = (1,) * (len(shape) - 2)
+    weight = torch.ldexp(weight.double(), rows.reshape(-1, 1, *ones)).float()
+    tail = columns.reshape(1, -1, *ones)
+    arithmetic = Arithmetic(p, torch.float32, exponents=True)
+    edges, head = fold_exponents(arithmetic, weight, tail)
+    expected, expected_head = fold_by_entry(arithmetic, weight, tail)
+    assert torch.equal(head, expected_head)
+    # What is below the range of floats in its row is nothing beside the rest of it.
+    torch.testing.assert_close(edges, expected, rtol=0 if p == int(p) else 1e-6, atol=2.0**-50)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_rescaled_copies_have_the_same_coordinates(p):
+    """To the bit, also where roots are not exact under scaling."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 6),
+        nn.ReLU(),
+        nn.Linear(6, 3),
+    )
+    graph = pathsgd.trace(model, torch.zeros(1, 2, 4, 4))
+    tensors, units = graph.tensors(model), unit_classes_of(graph)
+    before = measure_gammas(graph, tensors, p, exponents=True)
+    z = {name: before[name].weight_to_z(tensors[name]) for name in graph.parameters}
+    apply_factors(tensors, units, draw_factors(units.count, 15))
+    after = measure_gammas(graph, tensors, p, exponents=True)
+    for name, expected in z.items():
+        assert torch.equal(after[name].weight_to_z(tensors[name]), expected), name
