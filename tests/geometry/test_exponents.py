@@ -31,7 +31,7 @@ def do_as_is_obvious(monkeypatch):
     monkeypatch.setattr(convolution, "_conv_in_one_frame", lambda *_: None)
     for module in (contraction, convolution):
         monkeypatch.setattr(module, "fold_exponents", fold_by_entry)
-    monkeypatch.setattr(Arithmetic, "keep_near_one", Arithmetic.normalise)
+    monkeypatch.setattr(Arithmetic, "keep_in_range", Arithmetic.normalise)
 
 
 @torch.no_grad()
@@ -73,25 +73,75 @@ def test_folded_weights(spread, shape, p):
     torch.testing.assert_close(edges, expected, rtol=0 if p == int(p) else 1e-6, atol=2.0**-50)
 
 
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, groups=2), nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 6, 1), nn.Flatten(), nn.Linear(150, 3),
+    )  # fmt: skip
+
+
+def large_matrices():
+    return nn.Sequential(nn.Linear(9, 1100), nn.ReLU(), nn.Linear(1100, 1400), nn.ReLU(), nn.Linear(1400, 3))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
-def test_rescaled_copies_have_the_same_coordinates(p):
-    """To the bit, also where roots are not exact under scaling."""
+@pytest.mark.parametrize(
+    ("make", "shape", "memory_format"),
+    [
+        (convolutions, (1, 2, 6, 6), torch.contiguous_format),
+        (convolutions, (1, 2, 6, 6), torch.channels_last),
+        (large_matrices, (1, 9), torch.contiguous_format),
+    ],
+)
+def test_rescaled_copies_have_the_same_coordinates(make, shape, memory_format, p):
+    """To the bit, also where roots are not exact under scaling, and whichever way a layer is computed."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 6, 3),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(24, 6),
-        nn.ReLU(),
-        nn.Linear(6, 3),
-    )
-    graph = pathsgd.trace(model, torch.zeros(1, 2, 4, 4))
+    model = make().to(memory_format=memory_format)
+    graph = pathsgd.trace(model, torch.zeros(shape))
     tensors, units = graph.tensors(model), unit_classes_of(graph)
     before = measure_gammas(graph, tensors, p, exponents=True)
     z = {name: before[name].weight_to_z(tensors[name]) for name in graph.parameters}
-    apply_factors(tensors, units, draw_factors(units.count, 15))
-    after = measure_gammas(graph, tensors, p, exponents=True)
-    for name, expected in z.items():
-        assert torch.equal(after[name].weight_to_z(tensors[name]), expected), name
+    for bits in (8, 40):
+        apply_factors(tensors, units, draw_factors(units.count, bits))
+        after = measure_gammas(graph, tensors, p, exponents=True)
+        for name, expected in z.items():
+            assert torch.equal(after[name].weight_to_z(tensors[name]), expected), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [nn.Linear, lambda *sizes, bias: nn.Conv2d(*sizes, 1, bias=bias)])
+def test_a_small_input_of_a_large_weight_is_not_lost(layer):
+    """Beside an input of 1 it is below all floats, and the sum of the rest is in range."""
+    model = nn.Sequential(*(layer(*sizes, bias=False) for sizes in ((1, 2), (2, 2), (2, 1))))
+    for parameter, numbers in zip(model, ([1, 2.0**-81], [2.0**-29, 2.0**63] * 2, [1, 1]), strict=True):
+        parameter.weight.copy_(torch.tensor(numbers).reshape(parameter.weight.shape))
+    graph = pathsgd.trace(model, torch.zeros(1, 1) if layer is nn.Linear else torch.zeros(1, 1, 1, 1))
+    gamma = measure_gammas(graph, graph.tensors(model), exponents=True)["2.weight"]
+    assert gamma.log2().flatten().tolist() == pytest.approx([-36, -36])
+    assert pathsgd.path_norm(model, graph).item() == pytest.approx(2**-17.5)
+
+
+@torch.no_grad()
+def test_coordinates_of_weights_near_the_end_of_the_range():
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(5)]
+    for layer, n in zip(layers, (-14, 9, 112, 9, -14), strict=True):
+        layer.weight.fill_(2.0**n)
+    model = nn.Sequential(*layers)
+    graph = pathsgd.trace(model)
+    gamma = measure_gammas(graph, graph.tensors(model), 1, exponents=True)["2.weight"]
+    assert torch.equal(gamma.weight_to_z(layers[2].weight), torch.full((2, 2), 2.0**106))
+
+
+def test_vmap_over_the_weights_of_one_layer():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    graph = pathsgd.trace(model)
+    tensors = {name: tensor.detach() for name, tensor in graph.tensors(model).items()}
+    several = torch.randn(3, 4, 3)
+
+    def measure(weight):
+        found = measure_gammas(graph, {**tensors, "0.weight": weight}, exponents=True)
+        return found["2.weight"].dense()
+
+    found = torch.func.vmap(measure)(several)
+    torch.testing.assert_close(found, torch.stack([measure(weight) for weight in several]))

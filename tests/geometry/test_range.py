@@ -304,7 +304,7 @@ def test_one_exponent_for_a_layer_gives_the_bits_of_one_for_each_unit(p):
         x = ExtendedFloat(torch.where(exponent == DEAD, 0, mantissa), exponent)
         scaled = weight * torch.tensor([1, 1, 1, 1, 1, 2.0**small])[:, None]
         one, each = _contract_in_one_frame(arithmetic, x, scaled), _contract_by_unit(arithmetic, x, scaled)
-        assert (one is None) == (small < 0)
+        assert (one is None) == (small < 0 or spread > 60)  # then inputs are lost
         found = contract(arithmetic, x, scaled)
         assert torch.equal(found.exponent, each.exponent)
         assert torch.equal(found.mantissa, each.mantissa)

@@ -22,8 +22,8 @@ from pathsgd._torch import is_plain
 DEAD = -(1 << 24)
 """The exponent of a zero: lower than any other, so that a dead unit never sets the exponent of a sum."""
 
-NEAR_ONE = 2.0**-10
-"""Mantissas from here to its inverse leave room for a sum, and for a product."""
+LARGEST_MANTISSA = 2.0**20
+"""Of what is added up and multiplied: there is room for that."""
 
 
 class ExtendedFloat(NamedTuple):
@@ -175,7 +175,7 @@ class Arithmetic:
             return x
         mantissa, exponent = self.align(x, dims)
         if math.isinf(self.p):
-            return self.keep_near_one(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
+            return self.keep_in_range(ExtendedFloat(mantissa.amax(tuple(dims), keepdim=True), exponent))
         # The copies along an expanded axis are counted, not added up.
         repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
         times = math.prod(mantissa.shape[d] for d in repeated)
@@ -183,7 +183,7 @@ class Arithmetic:
             mantissa = mantissa.narrow(d, 0, 1)
         rest = tuple(d for d in dims if mantissa.shape[d] != 1)
         mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
-        return self.keep_near_one(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
+        return self.keep_in_range(ExtendedFloat(mantissa * times if times > 1 else mantissa, exponent))
 
     def add(self, values: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """The sum (or the maximum) of several values of one shape."""
@@ -196,13 +196,13 @@ class Arithmetic:
                 highest = torch.maximum(highest, v.exponent)  # type: ignore[arg-type]
             parts = [self.shift(v.mantissa, v.exponent - highest) for v in values]  # type: ignore[operator]
         result = functools.reduce(torch.maximum if math.isinf(self.p) else torch.add, parts)
-        return self.keep_near_one(ExtendedFloat(result, highest))
+        return self.keep_in_range(ExtendedFloat(result, highest))
 
     def multiply(self, x: ExtendedFloat, y: ExtendedFloat) -> ExtendedFloat:
         if x.exponent is None or y.exponent is None:
             return ExtendedFloat(x.mantissa * y.mantissa)
         exponent = (x.exponent + y.exponent).clamp(min=DEAD)
-        return self.keep_near_one(ExtendedFloat(x.mantissa * y.mantissa, exponent))
+        return self.keep_in_range(ExtendedFloat(x.mantissa * y.mantissa, exponent))
 
     # Exponents
 
@@ -213,8 +213,8 @@ class Arithmetic:
         highest = x.exponent.amax(tuple(dims), keepdim=True)
         return ExtendedFloat(self.shift(x.mantissa, x.exponent - highest), highest)
 
-    def normalise(self, x: ExtendedFloat) -> ExtendedFloat:
-        """The same numbers with the largest mantissa of each unit in [1, 2^p)."""
+    def normalise(self, x: ExtendedFloat, lift: int = 0) -> ExtendedFloat:
+        """The same numbers with the largest mantissa of each unit in [1, 2^p), times ``2^(p lift)``."""
         if x.exponent is None or not x.mantissa.numel():
             return x
         top = _largest_mantissas(x)
@@ -225,23 +225,26 @@ class Arithmetic:
             steps = torch.floor(binary / self.order).to(torch.int32)
         # One factor, a normal number: of mantissas near the ends of the range it leaves a few powers of two.
         most = int((1022 if self.dtype == torch.float64 else 126) / self.order)
-        steps = steps.clamp(-most, most)
+        steps = (steps - lift if lift else steps).clamp(-most, most)
         if self.order == int(self.order):
             factor = power_of_two(steps * -int(self.order), self.dtype)
         else:
             factor = torch.exp2(steps.to(self.dtype) * -self.order)
         return ExtendedFloat(x.mantissa * factor, (x.exponent + steps).masked_fill(top == 0, DEAD))
 
-    def keep_near_one(self, x: ExtendedFloat) -> ExtendedFloat:
-        """:meth:`normalise` if a mantissa is far from 1: to look at them takes a fifth of the time. Always on
-        a GPU, where the host would wait, and where roots are not exact under scaling by powers of 2^p."""
+    def keep_in_range(self, x: ExtendedFloat) -> ExtendedFloat:
+        """The same numbers with the largest mantissa of each unit from 1 to LARGEST_MANTISSA. On a CPU most
+        are so already, and to look takes a fifth of the time; on a GPU the host would wait for it."""
         if x.exponent is None or not x.mantissa.numel():
             return x
-        if x.mantissa.device.type == "cpu" and is_plain(x.mantissa) and math.log2(self.order).is_integer():
-            least, largest = torch.aminmax(_largest_mantissas(x))
-            if least.item() >= NEAR_ONE and largest.item() <= 1 / NEAR_ONE:
-                return x
-        return self.normalise(x)
+        # Where powers of 2^p are not, rescaled copies would be rounded otherwise for another exponent.
+        exact = self.order == int(self.order)
+        if not exact or x.mantissa.device.type != "cpu" or not is_plain(x.mantissa):
+            return self.normalise(x)
+        least, largest = torch.aminmax(_largest_mantissas(x))
+        if least.item() >= 1 and largest.item() <= LARGEST_MANTISSA:
+            return x
+        return self.normalise(x, int(math.log2(LARGEST_MANTISSA) / 2 / self.order))
 
     def ones(self, shape: Sequence[int], device: torch.device) -> ExtendedFloat:
         exponent = None

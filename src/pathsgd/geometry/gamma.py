@@ -400,6 +400,11 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     wholes: dict[str, ExtendedFloat] = {}
     by_channel: dict[int, Tensor] = {}
     arrived: ExtendedFloat
+    normal = arithmetic.normalise
+
+    def add(*values: ExtendedFloat) -> ExtendedFloat:
+        return arithmetic.add([normal(value) for value in values])
+
     for k, gamma_out in network.backward(gamma_in):
         inside = k in inside_norms
         if not inside:
@@ -425,14 +430,17 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
                 summed[key] = sum_to(arithmetic, gamma_out, operation.weight.shape)
             gamma_out = summed[key]
         whole = gamma_of_use(network, gamma_in, gamma_out, k)
-        wholes[info.name] = arithmetic.add([wholes[info.name], whole]) if info.name in wholes else whole
+        wholes[info.name] = add(wholes[info.name], whole) if info.name in wholes else whole
     for name, whole in gammas_of_norms(network, by_channel).items() if by_channel else ():
-        wholes[name] = arithmetic.add([wholes[name], whole]) if name in wholes else whole
+        wholes[name] = add(wholes[name], whole) if name in wholes else whole
     for name in [name for name in vectors if uses[name] > 1]:
         product = add_outer_products(arithmetic, vectors.pop(name))
-        wholes[name] = arithmetic.add([wholes[name], product]) if name in wholes else product
-    gammas = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
-    gammas |= {name: Gamma(arithmetic, shapes[name], whole=whole) for name, whole in wholes.items()}
+        wholes[name] = add(wholes[name], product) if name in wholes else product
+    gammas = {
+        name: Gamma(arithmetic, shapes[name], normal(out), normal(into))
+        for name, ((out, into),) in vectors.items()
+    }
+    gammas |= {name: Gamma(arithmetic, shapes[name], whole=normal(whole)) for name, whole in wholes.items()}
     for name, info in graph.parameters.items():
         if name not in gammas:
             on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)

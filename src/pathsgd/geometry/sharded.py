@@ -233,7 +233,7 @@ def _add_over_ranks(arithmetic: Arithmetic, x: ExtendedFloat, group: dist.Proces
         mantissa = arithmetic.shift(mantissa, (x.exponent - highest).clamp(min=DEAD // 2))
     total = mantissa.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(arithmetic.p) else dist.ReduceOp.SUM, group=group)
-    return arithmetic.keep_near_one(ExtendedFloat(total, highest))
+    return arithmetic.keep_in_range(ExtendedFloat(total, highest))
 
 
 # Parameters

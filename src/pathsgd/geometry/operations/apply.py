@@ -57,7 +57,7 @@ def apply(
             return cat(inputs, operation.dim)
         case Slice():
             # Units that are left out may have set the exponent of those that stay.
-            return arithmetic.keep_near_one(apply_view(operation, inputs[0]))
+            return arithmetic.keep_in_range(apply_view(operation, inputs[0]))
         case _:
             return apply_view(operation, inputs[0])
 
@@ -107,7 +107,7 @@ def adjoint(
         case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                arithmetic.keep_near_one(apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient))
+                arithmetic.keep_in_range(apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient))
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
@@ -126,7 +126,7 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> Ex
     x = arithmetic.align(x, [operation.dim])
     if operation.copies:
         index = window_index(operation.window, x.mantissa.device)
-        return arithmetic.keep_near_one(
+        return arithmetic.keep_in_range(
             ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent)
         )
     edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
@@ -141,4 +141,4 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> Ex
         mapped = edges @ x.mantissa
     else:
         mapped = (x.mantissa.movedim(operation.dim, -1) @ edges.t()).movedim(-1, operation.dim)
-    return arithmetic.keep_near_one(ExtendedFloat(mapped, x.exponent))
+    return arithmetic.keep_in_range(ExtendedFloat(mapped, x.exponent))

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_capturing, is_plain, is_transformed
+from pathsgd._torch import are_plain, is_capturing, is_plain, is_transforming
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, safe_range
 from pathsgd.geometry.operations.extended_views import cat, stack
 from pathsgd.geometry.operations.fold_exponents import fold_exponents
@@ -36,7 +36,7 @@ def contract(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> Extend
     if x.exponent is None:
         return ExtendedFloat(_contract(arithmetic, x.mantissa, weight))
     found = None
-    if weight.numel() and not is_capturing() and not is_transformed(weight):  # else no value can be looked at
+    if weight.numel() and not is_capturing() and not is_transforming():  # else no value can be looked at
         found = _contract_in_one_frame(arithmetic, x, weight)
     return found or _contract_by_unit(arithmetic, x, weight)
 
@@ -54,25 +54,34 @@ def _contract(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _contract_in_one_frame(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat | None:
-    """The inputs in units of the largest, and then plain floats: it costs what a plain pass does. None if a
-    sum comes out too small or too large to be trusted, unless no path reaches it."""
+    """The inputs in units of the largest, and then plain floats: it costs what a plain pass does. None if an
+    input is lost, or a sum is too small or too large to be trusted, unless no path reaches it."""
     assert x.exponent is not None
     frame = x.exponent.amax(-1, keepdim=True)
-    y = _contract(arithmetic, arithmetic.shift(x.mantissa, x.exponent - frame), weight)
-    _, low, high = safe_range(arithmetic.dtype)
+    inputs = arithmetic.shift(x.mantissa, x.exponent - frame)
+    y = _contract(arithmetic, inputs, weight)
     sums = y.detach().reshape(-1, weight.shape[0])
-    if not bool(((sums >= low) & (sums <= high) | (sums == 0)).all()):
+    if not fits_one_frame(x, inputs, sums):
         return None
     zero = (sums == 0).any(0)
     if bool(zero.any()):
         reached = (x.mantissa.detach() > 0).reshape(-1, weight.shape[1]).any(0)
         if bool(((weight.detach()[zero] != 0) & reached).any()):
             return None
-    return arithmetic.keep_near_one(ExtendedFloat(y, frame.expand(*frame.shape[:-1], weight.shape[0])))
+    return arithmetic.keep_in_range(ExtendedFloat(y, frame.expand(*frame.shape[:-1], weight.shape[0])))
+
+
+def fits_one_frame(x: ExtendedFloat, inputs: Tensor, sums: Tensor) -> bool:
+    """Whether the inputs that live are normal numbers in the units of the largest, and plain floats can be
+    trusted with the sums. Zeros are let pass."""
+    _, low, high = safe_range(sums.dtype)
+    kept = (inputs.detach() >= torch.finfo(inputs.dtype).tiny) | (x.mantissa.detach() == 0)
+    trusted = ((sums >= low) & (sums <= high)) | (sums == 0)
+    return bool(kept.all() & trusted.all())
 
 
 def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: ExtendedFloat) -> ExtendedFloat:
-    """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i)."""
+    """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i); not normalised."""
     lead = list(range(x.mantissa.dim() - 1))
     x, gradient = arithmetic.align(x, lead), arithmetic.align(gradient, lead)
     into = x.mantissa.reshape(-1, x.mantissa.shape[-1])
@@ -86,7 +95,7 @@ def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: Ex
     if x.exponent is None or gradient.exponent is None:
         return ExtendedFloat(value)
     exponent = gradient.exponent.reshape(-1, 1) + x.exponent.reshape(1, -1)
-    return arithmetic.keep_near_one(ExtendedFloat(value, exponent.clamp(min=DEAD)))
+    return ExtendedFloat(value, exponent.clamp(min=DEAD))
 
 
 def add_outer_products(
@@ -100,7 +109,8 @@ def add_outer_products(
         lost = [(x.mantissa > 0) & (y.mantissa < low) for x, y in ((out, by_row), (into, whole))]
         if is_capturing() or any(bool(each.any()) for each in lost):
             # Uses at different depths may be so far apart that one exponent does not hold them.
-            return arithmetic.add([linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses])
+            each = [linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses]
+            return arithmetic.add([arithmetic.normalise(value) for value in each])
         out, into = by_row, whole
     return linear_weight_adjoint(arithmetic, into, out)
 
@@ -169,11 +179,14 @@ def _contract_by_unit(arithmetic: Arithmetic, x: ExtendedFloat, weight: Tensor) 
             return cat(parts, dim)
     assert x.exponent is not None
     tail = x.exponent.expand(*x.exponent.shape[:-1], weight.shape[1]).reshape(1, -1)
-    powers = replace(arithmetic, as_given=True)
-    rows = BLOCK // max(weight.shape[1], 1) if weight.device.type == "cpu" else 0
-    folded = (fold_exponents(arithmetic, block, tail) for block in weight.split(rows or len(weight) or 1))
-    parts = [
-        ExtendedFloat(_contract(powers, x.mantissa, edges), head.reshape((1,) * (ndim - 1) + (-1,)))
-        for edges, head in folded
-    ]
-    return arithmetic.keep_near_one(cat(parts, ndim - 1))
+    if weight.device.type == "cpu" and are_plain([weight, tail]):
+        # Laid out as the weight is, so that sums are taken in the order of those in one frame.
+        edges, head = torch.empty_like(weight), tail.new_empty(len(weight))
+        step = max(BLOCK // max(weight.shape[1], 1), 1)
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            edges[rows], head[rows] = fold_exponents(arithmetic, weight[rows], tail)
+    else:
+        edges, head = fold_exponents(arithmetic, weight, tail)
+    y = _contract(replace(arithmetic, as_given=True), x.mantissa, edges)
+    return arithmetic.keep_in_range(ExtendedFloat(y, head.reshape((1,) * (ndim - 1) + (-1,))))

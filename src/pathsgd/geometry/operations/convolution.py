@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_plain
+from pathsgd._torch import are_plain, is_plain
 from pathsgd.geometry.devices import has_tensor_cores
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat, safe_range
+from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.geometry.operations.contraction import fits_one_frame
 from pathsgd.geometry.operations.fold_exponents import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
 from pathsgd.graph.image_convolutions import is_of_one_image
@@ -30,7 +31,9 @@ def conv(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tens
     weight = arithmetic.cast(weight)
     x = arithmetic.align(x, [d for d in range(x.mantissa.dim()) if d != 1])
     found = None
-    if weight.device.type == "cpu" and is_plain(weight) and is_plain(x.mantissa):
+    if weight.device.type == "cpu" and are_plain([weight, x.mantissa]):
+        # In one layout: another kernel would take sums in another order.
+        weight = weight.flatten().view(weight.shape)
         found = _conv_in_one_frame(arithmetic, operation, x, weight)
     return found or _conv_by_unit(arithmetic, operation, x, weight)
 
@@ -60,17 +63,16 @@ def _conv_in_one_frame(
     """As :func:`contraction._contract_in_one_frame`; not on a GPU, where the host would wait for it."""
     assert x.exponent is not None
     frame = x.exponent.amax(1, keepdim=True)
-    y = _convolve(arithmetic, operation, arithmetic.shift(x.mantissa, x.exponent - frame), weight)
-    _, low, high = safe_range(arithmetic.dtype)
-    least, largest = (x.item() for x in torch.aminmax(y)) if y.numel() else (low, high)
-    if not largest <= high or (least < low and bool(((y > 0) & (y < low)).any())):
+    inputs = arithmetic.shift(x.mantissa, x.exponent - frame)
+    y = _convolve(arithmetic, operation, inputs, weight)
+    if not fits_one_frame(x, inputs, y):
         return None
-    if least == 0:
+    if bool((y == 0).any()):
         plain = Arithmetic(1.0, arithmetic.dtype)
         alive = [(each != 0).to(arithmetic.dtype) for each in (x.mantissa, weight)]
         if bool(((y == 0) & (_convolve(plain, operation, *alive) > 0)).any()):
             return None
-    return arithmetic.keep_near_one(ExtendedFloat(y, frame.expand(-1, y.shape[1], *frame.shape[2:])))
+    return arithmetic.keep_in_range(ExtendedFloat(y, frame.expand(-1, y.shape[1], *frame.shape[2:])))
 
 
 def _conv_by_unit(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, weight: Tensor) -> ExtendedFloat:
@@ -81,8 +83,12 @@ def _conv_by_unit(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, wei
     tail = x.exponent.expand(1, channels, *ones).reshape(channels)
     rows, head = fold_exponents(arithmetic, by_output(operation, weight), tail_of(operation, tail, weight))
     edges = from_output(operation, rows, tuple(weight.shape))
+    if is_plain(
+        edges
+    ):  # laid out as the weight is, so that sums are taken in the order of those in one frame
+        edges = torch.empty_like(weight).copy_(edges)
     y = _convolve(replace(arithmetic, as_given=True), operation, x.mantissa, edges)
-    return arithmetic.keep_near_one(ExtendedFloat(y, head.reshape(1, -1, *ones)))
+    return arithmetic.keep_in_range(ExtendedFloat(y, head.reshape(1, -1, *ones)))
 
 
 def _flows_back(operation: Conv, x: Tensor, edges: Tensor) -> bool:
@@ -154,7 +160,8 @@ def tail_of(operation: Conv, per_channel: Tensor, weight: Tensor) -> Tensor:
 def conv_weight_adjoint(
     arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, gradient: ExtendedFloat, weight: Tensor
 ) -> ExtendedFloat:
-    """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at."""
+    """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at; not
+    normalised."""
     ndim = x.mantissa.dim()
     gradient, x = own_ends(weight, gradient, x, 1, outputs=1 if operation.transposed else 0)
     weight = local_part(weight)
@@ -184,7 +191,7 @@ def conv_weight_adjoint(
     head = out.reshape(-1, *(1,) * (weight.dim() - 1))
     per_pair = tail + head
     shape = (*weight.shape[:2], *(1,) * (weight.dim() - 2))
-    return arithmetic.keep_near_one(ExtendedFloat(value, from_output(operation, per_pair, shape)))
+    return ExtendedFloat(value, from_output(operation, per_pair, shape))
 
 
 # p = inf: a maximum over taps and channels, where torch has no kernel

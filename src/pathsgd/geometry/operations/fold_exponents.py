@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_plain
+from pathsgd._torch import are_plain
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, exact_ldexp, power_of_two
 
 ROW_RANGE = 90
@@ -19,7 +19,7 @@ def fold_exponents(arithmetic: Arithmetic, weight: Tensor, tail: Tensor) -> tupl
     if not weight.numel():
         return weight, torch.full((weight.shape[0],), DEAD, dtype=torch.int32, device=weight.device)
     by_column = tail.shape[0] == 1 and not arithmetic.as_given  # which may be signed
-    if not by_column or weight.device.type != "cpu" or not is_plain(weight):
+    if not by_column or weight.device.type != "cpu" or not are_plain([weight, tail]):
         return fold_by_entry(arithmetic, weight, tail)
     others = tuple(range(2, weight.dim()))
     edges = weight.abs()
