@@ -39,7 +39,7 @@ class Row:
     forward_backward_ms: float
     gamma_ms: float
     ratio: float
-    target: float
+    target: float | None
     every_place_ms: float
     """gamma with places whose paths are equal computed one by one."""
     gamma_with_exponents_ms: float
@@ -62,7 +62,7 @@ def paper_mlp() -> nn.Module:
 
 
 def measure(
-    network: str, model: nn.Module, x: Tensor, target: float, repeats: int, device: torch.device
+    network: str, model: nn.Module, x: Tensor, target: float | None, repeats: int, device: torch.device
 ) -> Row:
     model, x = model.to(device), x.to(device)
     started = time.perf_counter()
@@ -164,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     jobs = [
-        ("ResNet-18 shape, 32x32", ResNet(), torch.randn(1, 3, 32, 32), 2.5),
+        ("ResNet-18 shape, 32x32", ResNet(), torch.randn(1, 3, 32, 32), None),
         ("ResNet-18 shape, 224x224", ResNet(), torch.randn(1, 3, 224, 224), 2.5),
         ("GPT-2 124M shape, 128 tokens", GPT(), torch.zeros(1, 128, dtype=torch.int64), 1.0),
         ("784-4000-4000-10", paper_mlp(), torch.randn(100, 784), 0.3),
@@ -178,7 +178,8 @@ def main() -> None:
         bound = row.parameters_mb + row.activations_mb
         norm = "" if row.path_norm_ms is None else f"{row.path_norm_ms:.1f}"
         print(f"{row.network:30}{row.batch:6}{row.forward_backward_ms:12.1f}{row.gamma_ms:10.1f}"
-              f"{row.ratio:7.2f}{row.target:8.2f}{row.every_place_ms:16.1f}{row.gamma_with_exponents_ms:14.1f}"
+              f"{row.ratio:7.2f}{row.target or '':>8}"
+              f"{row.every_place_ms:16.1f}{row.gamma_with_exponents_ms:14.1f}"
               f"{row.gamma_unbalanced_ms:15.1f}{row.forward_ms:12.1f}{norm:>14}{row.trace_s:9.2f}"
               f"{row.gamma_peak_mb:9.1f}{bound:10.1f}")  # fmt: skip
     print("bound: the parameters once plus one example's activations")
