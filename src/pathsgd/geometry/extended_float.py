@@ -3,7 +3,7 @@
 A path weight of a deep or unbalanced network does not fit a float. ``ExtendedFloat(m, e)`` stands for
 ``m * 2^(p e)`` with ``e`` an integer that broadcasts against ``m`` (one per unit, not per position).
 Exponents are folded into the weights *before* the power, so nothing is ever out of range; powers of two
-are exact, so rescaling a network by powers of two changes no mantissa. ``e is None`` means plain floats.
+are exact, so a network rescaled by powers of two is rounded alike. ``e is None`` means plain floats.
 """
 
 from __future__ import annotations
