@@ -36,7 +36,7 @@ def do_as_is_obvious(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("p", [1, 2, 3, math.inf])
-@pytest.mark.parametrize("bits", [0, 20, 60])
+@pytest.mark.parametrize("bits", [20, 60])
 @pytest.mark.parametrize("case", CASES)
 def test_gammas(case, bits, p, monkeypatch):
     graph, model = traced(case), build(case).float()
