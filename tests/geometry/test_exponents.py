@@ -12,7 +12,7 @@ import pathsgd
 from pathsgd.geometry.extended_float import DEAD, Arithmetic
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.operations import contraction, convolution
-from pathsgd.geometry.operations.fold_exponents import fold_by_entry, fold_exponents
+from pathsgd.geometry.operations.exponent_folding import fold_by_entry, fold_exponents
 from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, build, traced
@@ -31,7 +31,7 @@ def do_as_is_obvious(monkeypatch):
     monkeypatch.setattr(convolution, "_conv_in_one_frame", lambda *_: None)
     for module in (contraction, convolution):
         monkeypatch.setattr(module, "fold_exponents", fold_by_entry)
-    monkeypatch.setattr(Arithmetic, "keep_in_range", Arithmetic.normalise)
+    monkeypatch.setattr(Arithmetic, "_defers", lambda *_: False)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ DEAD = -(1 << 24)
 """The exponent of a zero: lower than any other, so that a dead unit never sets the exponent of a sum."""
 
 LARGEST_MANTISSA = 2.0**20
-"""Of what is added up and multiplied: there is room for that."""
+"""Up to here mantissas leave room for sums and products."""
 
 
 class ExtendedFloat(NamedTuple):
@@ -233,18 +233,28 @@ class Arithmetic:
         return ExtendedFloat(x.mantissa * factor, (x.exponent + steps).masked_fill(top == 0, DEAD))
 
     def keep_in_range(self, x: ExtendedFloat) -> ExtendedFloat:
-        """The same numbers with the largest mantissa of each unit from 1 to LARGEST_MANTISSA. On a CPU most
-        are so already, and to look takes a fifth of the time; on a GPU the host would wait for it."""
-        if x.exponent is None or not x.mantissa.numel():
-            return x
-        # Where powers of 2^p are not, rescaled copies would be rounded otherwise for another exponent.
-        exact = self.order == int(self.order)
-        if not exact or x.mantissa.device.type != "cpu" or not is_plain(x.mantissa):
+        """:meth:`normalise`, unless that is deferred and the largest mantissa of each unit is from 1 to
+        LARGEST_MANTISSA: to look takes a fifth of the time."""
+        if not self._defers(x):
             return self.normalise(x)
         least, largest = torch.aminmax(_largest_mantissas(x))
         if least.item() >= 1 and largest.item() <= LARGEST_MANTISSA:
             return x
         return self.normalise(x, int(math.log2(LARGEST_MANTISSA) / 2 / self.order))
+
+    def normalise_now(self, x: ExtendedFloat) -> ExtendedFloat:
+        """Unless that is deferred."""
+        return x if self._defers(x) else self.normalise(x)
+
+    def normalise_deferred(self, x: ExtendedFloat) -> ExtendedFloat:
+        """A result, of which rescaled copies have to be rounded alike, if that was deferred."""
+        return self.normalise(x) if self._defers(x) else x
+
+    def _defers(self, x: ExtendedFloat) -> bool:
+        """Whether results alone are normalised: on a CPU, since elsewhere the host would wait to look at
+        mantissas, and where powers of 2^p are exact."""
+        on_cpu = x.exponent is not None and x.mantissa.device.type == "cpu" and x.mantissa.numel() > 0
+        return on_cpu and self.order == int(self.order) and is_plain(x.mantissa)
 
     def ones(self, shape: Sequence[int], device: torch.device) -> ExtendedFloat:
         exponent = None

@@ -144,7 +144,7 @@ class Gamma:
         Returns:
             An fp64 tensor of the parameter's shape, -inf on dead paths.
         """
-        product = self.arithmetic.normalise(self.product())  # so that rescaled copies are rounded alike
+        product = self.product()
         logarithm = product.mantissa.double().log2() * (2 / self.arithmetic.order)
         if product.exponent is None:
             return logarithm
@@ -400,7 +400,7 @@ def measure(network: PoweredNetwork, check: RangeCheck | None) -> Gammas:
     wholes: dict[str, ExtendedFloat] = {}
     by_channel: dict[int, Tensor] = {}
     arrived: ExtendedFloat
-    normal = arithmetic.normalise
+    normal = arithmetic.normalise_deferred
 
     def add(*values: ExtendedFloat) -> ExtendedFloat:
         return arithmetic.add([normal(value) for value in values])

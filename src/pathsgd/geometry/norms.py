@@ -113,7 +113,7 @@ def _forward(network: PoweredNetwork, check: RangeCheck | None, ends: list[int])
 
 def _take_root(arithmetic: Arithmetic, x: ExtendedFloat, log: bool) -> Tensor:
     """``x^(1/p)`` or its logarithm. A dead output gives 0 (or -inf) and no gradient instead of NaN."""
-    x = arithmetic.normalise(x)  # so that logarithms of rescaled copies are rounded alike
+    x = arithmetic.normalise_deferred(x)
     alive = x.mantissa != 0  # a nan is not dead
     base = torch.where(alive, x.mantissa, 1)
     if log:

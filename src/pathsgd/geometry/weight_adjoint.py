@@ -41,8 +41,7 @@ def linear_ends(
 def gamma_of_use(
     network: PoweredNetwork, gamma_in: Values, gamma_out: ExtendedFloat, k: int
 ) -> ExtendedFloat:
-    """``gamma_in gamma_out`` of a parameter through one of its uses, in the parameter's shape; not
-    normalised."""
+    """``gamma_in gamma_out`` of a parameter through one of its uses, in the parameter's shape."""
     node, arithmetic = network.graph.nodes[k], network.arithmetic
     match node.operation:
         case Linear(weight):
@@ -91,7 +90,7 @@ def _to_parameter(
     and views."""
     assert weight.parameter is not None
     if factor is not None or weight.parameter.views or weight.parameter.shape != per_edge.mantissa.shape:
-        per_edge = arithmetic.keep_in_range(per_edge)
+        per_edge = arithmetic.normalise_deferred(per_edge)
     if factor is not None:
         per_edge = arithmetic.multiply(per_edge, factor)
     per_edge = sum_to(arithmetic, per_edge, weight.parameter.shape)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pathsgd._torch import are_plain, is_capturing, is_plain, is_transforming
 from pathsgd.geometry.extended_float import DEAD, Arithmetic, ExtendedFloat, safe_range
+from pathsgd.geometry.operations.exponent_folding import fold_exponents
 from pathsgd.geometry.operations.extended_views import cat, stack
-from pathsgd.geometry.operations.fold_exponents import fold_exponents
 from pathsgd.geometry.sharded import contract_shards
 from pathsgd.graph.sharded import is_sharded
 
@@ -81,7 +81,7 @@ def fits_one_frame(x: ExtendedFloat, inputs: Tensor, sums: Tensor) -> bool:
 
 
 def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: ExtendedFloat) -> ExtendedFloat:
-    """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i); not normalised."""
+    """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i)."""
     lead = list(range(x.mantissa.dim() - 1))
     x, gradient = arithmetic.align(x, lead), arithmetic.align(gradient, lead)
     into = x.mantissa.reshape(-1, x.mantissa.shape[-1])
@@ -95,7 +95,7 @@ def linear_weight_adjoint(arithmetic: Arithmetic, x: ExtendedFloat, gradient: Ex
     if x.exponent is None or gradient.exponent is None:
         return ExtendedFloat(value)
     exponent = gradient.exponent.reshape(-1, 1) + x.exponent.reshape(1, -1)
-    return ExtendedFloat(value, exponent.clamp(min=DEAD))
+    return arithmetic.normalise_now(ExtendedFloat(value, exponent.clamp(min=DEAD)))
 
 
 def add_outer_products(
@@ -110,7 +110,7 @@ def add_outer_products(
         if is_capturing() or any(bool(each.any()) for each in lost):
             # Uses at different depths may be so far apart that one exponent does not hold them.
             each = [linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses]
-            return arithmetic.add([arithmetic.normalise(value) for value in each])
+            return arithmetic.add([arithmetic.normalise_deferred(value) for value in each])
         out, into = by_row, whole
     return linear_weight_adjoint(arithmetic, into, out)
 

@@ -15,7 +15,7 @@ from pathsgd._torch import are_plain, is_plain
 from pathsgd.geometry.devices import has_tensor_cores
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import fits_one_frame
-from pathsgd.geometry.operations.fold_exponents import fold_exponents
+from pathsgd.geometry.operations.exponent_folding import fold_exponents
 from pathsgd.geometry.sharded import conv_shards, local_part, own_ends
 from pathsgd.graph.image_convolutions import is_of_one_image
 from pathsgd.graph.nodes import Conv, Shape
@@ -160,8 +160,7 @@ def tail_of(operation: Conv, per_channel: Tensor, weight: Tensor) -> Tensor:
 def conv_weight_adjoint(
     arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, gradient: ExtendedFloat, weight: Tensor
 ) -> ExtendedFloat:
-    """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at; not
-    normalised."""
+    """``dF / d|W|^p``: for every weight, the path weight through all the places it is used at."""
     ndim = x.mantissa.dim()
     gradient, x = own_ends(weight, gradient, x, 1, outputs=1 if operation.transposed else 0)
     weight = local_part(weight)
@@ -191,7 +190,7 @@ def conv_weight_adjoint(
     head = out.reshape(-1, *(1,) * (weight.dim() - 1))
     per_pair = tail + head
     shape = (*weight.shape[:2], *(1,) * (weight.dim() - 2))
-    return ExtendedFloat(value, from_output(operation, per_pair, shape))
+    return arithmetic.normalise_now(ExtendedFloat(value, from_output(operation, per_pair, shape)))
 
 
 # p = inf: a maximum over taps and channels, where torch has no kernel
