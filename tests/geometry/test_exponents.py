@@ -110,6 +110,49 @@ def test_rescaled_copies_have_the_same_coordinates(make, shape, memory_format, p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_rescaled_copies_have_the_same_logarithm_of_the_norm(p):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(40)]
+    for layer in layers:
+        layer.weight.mul_(2.0**8)
+    model = nn.Sequential(*layers)
+    graph = pathsgd.trace(model)
+    norm = pathsgd.path_norm(model, graph, p, log=True)
+    for bits in range(1, 9):
+        units = unit_classes_of(graph)
+        apply_factors(graph.tensors(model), units, draw_factors(units.count, bits))
+        assert torch.equal(pathsgd.path_norm(model, graph, p, log=True), norm)
+
+
+class Missed(nn.Module):
+    """A weight between a large input and a large output at different places, and between small ones."""
+
+    def __init__(self, expanded):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, 1))
+        self.large, self.small = nn.Parameter(torch.tensor(2.0**60)), nn.Parameter(torch.tensor(2.0**-60))
+        self.expanded = expanded
+
+    def forward(self, x):
+        large = nn.functional.pad(self.large * x, (0, 1))
+        if self.expanded:
+            both = torch.cat([large, nn.functional.pad(self.small * x, (1, 0))], 1)
+            return self.small * nn.functional.conv1d(both, self.weight.expand(1, 2, 1))[..., 1:]
+        missed = nn.functional.conv1d(large, self.weight)[..., 1:]
+        return self.large * missed + self.small * nn.functional.conv1d(self.small * x, self.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_zero_does_not_set_the_exponent_of_a_sum(expanded):
+    model = Missed(expanded)
+    graph = pathsgd.trace(model, torch.zeros(1, 1, 1))
+    gamma = measure_gammas(graph, graph.tensors(model), exponents=True)["weight"]
+    assert gamma.log2().item() == -240
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("layer", [nn.Linear, lambda *sizes, bias: nn.Conv2d(*sizes, 1, bias=bias)])
 def test_a_small_input_of_a_large_weight_is_not_lost(layer):
     """Beside an input of 1 it is below all floats, and the sum of the rest is in range."""

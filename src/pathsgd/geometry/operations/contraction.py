@@ -109,8 +109,7 @@ def add_outer_products(
         lost = [(x.mantissa > 0) & (y.mantissa < low) for x, y in ((out, by_row), (into, whole))]
         if is_capturing() or any(bool(each.any()) for each in lost):
             # Uses at different depths may be so far apart that one exponent does not hold them.
-            each = [linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses]
-            return arithmetic.add([arithmetic.normalise_deferred(value) for value in each])
+            return arithmetic.add([linear_weight_adjoint(arithmetic, x, gradient) for gradient, x in uses])
         out, into = by_row, whole
     return linear_weight_adjoint(arithmetic, into, out)
 
