@@ -83,9 +83,8 @@ def _conv_by_unit(arithmetic: Arithmetic, operation: Conv, x: ExtendedFloat, wei
     tail = x.exponent.expand(1, channels, *ones).reshape(channels)
     rows, head = fold_exponents(arithmetic, by_output(operation, weight), tail_of(operation, tail, weight))
     edges = from_output(operation, rows, tuple(weight.shape))
-    if is_plain(
-        edges
-    ):  # laid out as the weight is, so that sums are taken in the order of those in one frame
+    if edges.device.type == "cpu" and is_plain(edges):
+        # Laid out as the weight is, so that sums are taken in the order of those in one frame.
         edges = torch.empty_like(weight).copy_(edges)
     y = _convolve(replace(arithmetic, as_given=True), operation, x.mantissa, edges)
     return arithmetic.keep_in_range(ExtendedFloat(y, head.reshape(1, -1, *ones)))
