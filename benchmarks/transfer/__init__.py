@@ -7,7 +7,8 @@
     python -m benchmarks.transfer plan seeds jobs.json                # also: path-rates, rebalanced
     python -m benchmarks.transfer table
     python -m benchmarks.transfer figure
+    python -m benchmarks.transfer summary OUT                         # of the stages balance and ablations
 
 networks and tasks, methods and muon -> train (one job) -> run (many jobs on one GPU) -> records -> table,
-verdicts, figure. plan writes jobs, pack the images.
+verdicts, figure, summary. plan writes jobs, pack the images; ablations lists the variants of BalancedMuon.
 """

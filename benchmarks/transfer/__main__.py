@@ -1,4 +1,4 @@
-"""The command line: pack, plan, run, table, figure."""
+"""The command line: pack, plan, run, table, figure, summary."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from . import __doc__ as about
 from .networks import NETWORKS
 from .pack import pack_folder
-from .plan import LONG, STAGES, Setting, plan
+from .plan import AFRESH, EIGHT, LONG, STAGES, Setting, plan
 from .records import read_jobs, read_records, without_recorded, write_jobs
 from .run import run_jobs
-from .train import STARTS
+from .train import STARTS, parse_start
 
 RESULTS = Path("results/transfer")
 
@@ -35,10 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument(
         "--networks", nargs="+", choices=list(NETWORKS), metavar="NETWORK",
-        help="all of them; four for more than five epochs",
+        help="all of them; four for more than five epochs, eight for balance and ablations",
     )  # fmt: skip
     command.add_argument("--methods", nargs="+", default=[], metavar="METHOD")
-    command.add_argument("--starts", nargs="+", default=None, choices=STARTS, metavar="START")
+    command.add_argument("--starts", nargs="+", default=None, type=_start, metavar="START")
     command.add_argument("--epochs", type=int, default=5)
 
     command = commands.add_parser("run", help="run jobs and record them")
@@ -58,16 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("records", type=Path, nargs="*", default=[RESULTS])
         command.add_argument("--into", type=Path, default=RESULTS)
 
+    command = commands.add_parser("summary", help="print what the stages balance and ablations found")
+    command.add_argument("records", type=Path, nargs="+")
+
     options = parser.parse_args(arguments)
     if options.command == "pack":
         for path in pack_folder(options.source, options.target):
             print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
     elif options.command == "plan":
         records = read_records(options.records)
-        starts = options.starts or (("balanced", "unbalanced") if options.stage == "seeds" else ("balanced",))
-        networks = options.networks or (LONG if options.epochs > 5 else tuple(NETWORKS))
+        starts = options.starts or {"seeds": STARTS[:2], "balance": STARTS}.get(options.stage, STARTS[:1])
+        afresh = options.stage in AFRESH
+        networks = options.networks or (EIGHT if afresh else LONG if options.epochs > 5 else tuple(NETWORKS))
         setting = Setting(networks, options.methods, starts, options.epochs)
-        jobs = without_recorded(plan(options.stage, setting, records), records)
+        jobs = without_recorded(plan(options.stage, setting, records), [] if afresh else records)
         write_jobs(options.jobs, jobs)
         print(f"{options.jobs}: {len(jobs)} jobs")
     elif options.command == "run":
@@ -79,11 +83,20 @@ def main(arguments: list[str] | None = None) -> int:
         from .table import write_table
 
         print(write_table(read_records(options.records), options.into))
+    elif options.command == "summary":
+        from .summary import summarize
+
+        print(summarize(read_records(options.records)), end="")
     else:
         from .figure import draw_figure
 
         print(draw_figure(read_records(options.records), options.into))
     return 0
+
+
+def _start(text: str) -> str:
+    parse_start(text)
+    return text
 
 
 if __name__ == "__main__":

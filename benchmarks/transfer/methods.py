@@ -1,14 +1,20 @@
 """The optimizers, each made by ``make(model, example, lr, **options)``; ``lr`` of None is the default.
 
-A method is written ``name`` or ``name:option=value,option=value``, the values in JSON or as plain words.
+A method is written ``name`` or ``name:option=value,option=value``, the values in JSON or as plain words. The
+option ``set=package.module.NAME=literal``, once or several times, is not the optimizer's: it gives constants
+other values while the job runs.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import pkgutil
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +70,7 @@ PLAIN: dict[str, Make] = {"sgd": _sgd, "adamw": _adamw, "muon": _muon}
 RELATIVE: dict[str, Make] = {
     "path-adam": _relative("PathAdam"),
     "path-muon": _relative("PathMuon"),
+    "balanced-muon": _relative("BalancedMuon"),
     "relative-adam": _relative("PathAdam", coordinates="weights"),
     "relative-muon": _relative("PathMuon", coordinates="weights"),
 }
@@ -72,19 +79,23 @@ METHODS: dict[str, Make] = {
 }  # fmt: skip
 LABELS = {
     "sgd": "SGD, momentum", "adamw": "AdamW", "muon": "Muon",
-    "path-adam": "PathAdam", "path-muon": "PathMuon",
+    "path-adam": "PathAdam", "path-muon": "PathMuon", "balanced-muon": "BalancedMuon",
     "relative-adam": "PathAdam on weights", "relative-muon": "PathMuon on weights",
     "path-sgd": "PathSGD, momentum", "path-adamw-plain": "PathNormalized(AdamW)",
 }  # fmt: skip
 
 
 def parse(method: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a method."""
+    """Name and options of a method; ``set`` is a dict from dotted names to values."""
     name, _, rest = method.partition(":")
     if name not in METHODS:
         raise ValueError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
     pairs = [pair.partition("=") for pair in re.split(r",(?=\w+=)", rest)] if rest else []
-    return name, {key: _value(text) for key, _, text in pairs}
+    options = {key: _value(text) for key, _, text in pairs if key != "set"}
+    constants = [text.partition("=") for key, _, text in pairs if key == "set"]
+    if constants:
+        options["set"] = {path: ast.literal_eval(text) for path, _, text in constants}
+    return name, options
 
 
 def _value(text: str) -> Any:
@@ -97,9 +108,39 @@ def _value(text: str) -> Any:
 def make_optimizer(method: str, model: nn.Module, example: Any, lr: float | None) -> torch.optim.Optimizer:
     """The optimizer of a job."""
     name, options = parse(method)
+    options.pop("set", None)
     if lr is not None:
         options["lr"] = lr
     return METHODS[name](model, example, **options)
+
+
+@contextmanager
+def constants_set(method: str) -> Iterator[bool]:
+    """Gives the constants that a method names their values, and puts the old ones back.
+
+    A module of pathsgd that has imported a constant by its name has it set, too.
+
+    Yields:
+        Whether there are any.
+
+    Raises:
+        AttributeError: there is no such constant.
+    """
+    constants = parse(method)[1].get("set", {})
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for path, value in constants.items():
+            place, _, name = path.rpartition(".")
+            home = pkgutil.resolve_name(place)
+            old = getattr(home, name)
+            others = [module for key, module in sys.modules.items() if key.partition(".")[0] == "pathsgd"]
+            for holder in [home, *(m for m in others if m is not home and vars(m).get(name) is old)]:
+                before.append((holder, name, old))
+                setattr(holder, name, value)
+        yield bool(constants)
+    finally:
+        for holder, name, old in reversed(before):
+            setattr(holder, name, old)
 
 
 def needs_paths(method: str) -> bool:
@@ -126,5 +167,7 @@ def label(method: str) -> str:
     """How tables call it. Muon's second rate is chosen for it, so it does not tell methods apart."""
     name, options = parse(method)
     options.pop("adamw_lr", None)
+    for path, value in options.pop("set", {}).items():
+        options[path.rpartition(".")[2]] = value
     extra = ", ".join(f"{key}={value}" for key, value in options.items())
     return f"{LABELS[name]} ({extra})" if extra else LABELS[name]

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .ablations import variants
 from .methods import LABELS, PLAIN, RELATIVE, default_rate, label
 from .networks import NETWORKS
 from .records import Cell, Cells, best_rate, cells_of
-from .train import Job, Record
+from .train import Job, Record, parse_start
 
 ROOT_TEN = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 GRIDS: dict[str, tuple[float, ...]] = {
@@ -19,6 +20,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
 FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 SEEDS = (0, 1, 2)
 LONG = ("mlp-512x3", "vgg-48", "resnet-bn", "gpt-256")
+EIGHT = (*LONG, "digits-rnn", "digits-vit", "resnet-plain", "mixer-128")
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,39 @@ def plan_other_rates(setting: Setting) -> Iterator[Job]:
     yield from plan_rates(Setting(setting.networks, methods, setting.starts, setting.epochs, setting.cells))
 
 
+def plan_balance(setting: Setting) -> Iterator[Job]:
+    """PathMuon and BalancedMuon at their defaults, from starts without ``balance``; AdamW and Muon from every
+    start at the best rate of the balanced one."""
+    for network in setting.networks:
+        for method in setting.chosen(("path-muon", "balanced-muon", "adamw", "muon")):
+            starts, name, lr = setting.starts, method, None
+            if method.partition(":")[0] in RELATIVE:
+                starts = [start for start in starts if parse_start(start)[1] is None]
+            else:
+                best = setting.best(network, method, "balanced")
+                if best is None:
+                    print(f"left out: no rate of {LABELS[method]} worked on {network}", file=sys.stderr)
+                    continue
+                name, lr = best.method, best.lr
+            for start in starts:
+                yield from (Job(network, name, lr, start, seed, setting.epochs) for seed in SEEDS)
+
+
+def plan_ablations(setting: Setting) -> Iterator[Job]:
+    """BalancedMuon at its default and every variant of it, twice."""
+    for method in setting.methods or tuple(variants()):
+        for network in setting.networks:
+            yield from (Job(network, method, None, "balanced", seed, setting.epochs) for seed in SEEDS[:2])
+
+
 STAGES = {
     "rates": plan_rates,
     "path-rates": plan_path_rates,
     "seeds": plan_seeds,
     "rebalanced": plan_rebalanced,
     "other-rates": plan_other_rates,
+    "balance": plan_balance,
+    "ablations": plan_ablations,
 }
+AFRESH = ("balance", "ablations")
+"""Compared among themselves, so what was recorded before is run again; of EIGHT by default."""

@@ -17,6 +17,7 @@ TITLES = {
     "unbalanced": "unbalanced weights",
     "balanced+balance": "the weights as initialised, `balance` once",
     "unbalanced+balance": "unbalanced weights, `balance` once",
+    "unbalanced+balance(2,inf)": "unbalanced weights, `balance(p=2, q=inf)` once",
 }
 HEAD = """{count} runs on {device}, torch {torch}; {failed} failed. SHA-256 of the data: {data}.
 
@@ -76,7 +77,8 @@ def select(cells: Cells, methods: Iterable[str], start: str, epochs: int) -> Row
     return rows
 
 
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -86,11 +88,12 @@ def _results(rows: Rows, methods: Sequence[str]) -> str:
     lines = []
     for network, row in rows.items():
         best = min(cell.mean for cell in row.values())
-        lines.append([NETWORKS[network].label, *(_result(row.get(m), best) for m in present)])
-    return _markdown(["network", *present], lines)
+        lines.append([NETWORKS[network].label, *(result(row.get(m), best) for m in present)])
+    return markdown(["network", *present], lines)
 
 
-def _result(cell: Cell | None, best: float) -> str:
+def result(cell: Cell | None, best: float) -> str:
+    """Mean and spread, bold if the mean is the best."""
     if cell is None:
         return ""
     if math.isinf(cell.mean):
@@ -126,4 +129,4 @@ def _rates(cells: Cells, methods: Sequence[str], epochs: int) -> str:
         for name, label in names.items()
         if any(name in column for column in columns.values())
     ]
-    return _markdown(["network", *columns], rows) if columns else ""
+    return markdown(["network", *columns], rows) if columns else ""

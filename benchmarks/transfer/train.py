@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 import pathsgd
 
-from .methods import make_optimizer, needs_paths
+from .methods import constants_set, make_optimizer, needs_paths
 from .networks import NETWORKS
 from .step import CapturedStep, TrainingStep
 from .tasks import Task, load_task
@@ -23,6 +24,7 @@ from .tasks import Task, load_task
 Record = dict[str, Any]
 
 STARTS = ("balanced", "unbalanced", "balanced+balance", "unbalanced+balance")
+"""Each ``+balance`` also with the orders of its norm, as ``+balance(2,inf)``."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Job:
         network: a name of NETWORKS.
         method: see methods.py.
         lr: the rate; None is the method's default.
-        start: the weights as initialised, or after ``unbalance``; with "+balance" after ``balance``, too.
+        start: the weights as initialised, or after ``unbalance``; with "+balance" or "+balance(p,q)" after
+            ``balance``, too.
         seed: of the initialisation and of the order of the data.
         epochs: an epoch of text is as many steps as the task says.
     """
@@ -71,7 +74,8 @@ def run_job(
         task = load_task(NETWORKS[job.network].task, folder, device)
         if steps is not None:
             task = task.shortened(steps)
-        record |= train(job, task, device, deadline)
+        with constants_set(job.method) as changed:
+            record |= train(job, task, device, deadline, trace_anew=changed)
     except OutOfTime:
         raise
     except Exception as error:  # a job must not take the others with it
@@ -82,15 +86,17 @@ def run_job(
     return record
 
 
-def train(job: Job, task: Task, device: str, deadline: float = math.inf) -> Record:
-    """Trains and validates."""
+def train(
+    job: Job, task: Task, device: str, deadline: float = math.inf, *, trace_anew: bool = False
+) -> Record:
+    """Trains and validates. A graph traced anew keeps nothing from other jobs, nor for them."""
     began = time.perf_counter()
     torch.manual_seed(job.seed)
     model = NETWORKS[job.network].build().to(device)
     generator = torch.Generator(device).manual_seed(1000 + job.seed)
     paths = None
     if needs_paths(job.method) or job.start != "balanced":
-        paths = _trace(job.network, task)
+        paths = _trace(job.network, task, anew=trace_anew)
     set_start(model, paths, job.start)
     optimizer = make_optimizer(job.method, model, paths, job.lr)
     rate = float(optimizer.param_groups[0]["lr"])
@@ -130,20 +136,31 @@ def _traced(network: str, shape: tuple[int, ...], dtype: torch.dtype, device: st
     return pathsgd.trace(model, torch.zeros(shape, dtype=dtype, device=device))
 
 
-def _trace(network: str, task: Task) -> pathsgd.PathGraph:
+def _trace(network: str, task: Task, *, anew: bool = False) -> pathsgd.PathGraph:
     """Once in a process: a graph knows parameters by name, so it serves every copy of a network."""
     x = task.example
-    return _traced(network, tuple(x.shape), x.dtype, str(x.device))
+    traced = _traced.__wrapped__ if anew else _traced
+    return traced(network, tuple(x.shape), x.dtype, str(x.device))
+
+
+def parse_start(start: str) -> tuple[str, dict[str, float] | None]:
+    """What comes before ``+balance``, and the orders that ``balance`` is called with; None without it."""
+    found = re.fullmatch(r"(balanced|unbalanced)(\+balance(?:\(([^,]+),([^,]+)\))?)?", start)
+    if found is None:
+        raise ValueError(f"there is no start {start!r}; there are {', '.join(STARTS)}, +balance(p,q)")
+    weights, balance, p, q = found.groups()
+    if balance is None:
+        return weights, None
+    return weights, {} if p is None else {"p": float(p), "q": float(q)}
 
 
 def set_start(model: nn.Module, paths: pathsgd.PathGraph | None, start: str) -> None:
     """Rescales a model in place to one of STARTS; it computes the same."""
-    if start not in STARTS:
-        raise ValueError(f"there is no start {start!r}; there are {', '.join(STARTS)}")
-    if start.startswith("unbalanced"):
+    weights, orders = parse_start(start)
+    if weights == "unbalanced":
         pathsgd.unbalance(model, paths, generator=torch.Generator().manual_seed(3))
-    if start.endswith("+balance"):
-        pathsgd.balance(model, paths)
+    if orders is not None:
+        pathsgd.balance(model, paths, **orders)
 
 
 def warm_up_and_cosine(total: int) -> Callable[[int], float]:

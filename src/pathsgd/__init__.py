@@ -11,6 +11,7 @@ from pathsgd.geometry.path_vector import path_vector
 from pathsgd.geometry.rescale import rescale, unbalance
 from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
 from pathsgd.graph.trace import Inputs, trace
+from pathsgd.muon.balanced_muon import BalancedMuon
 from pathsgd.optim.clip import clip_path_grad_norm_
 from pathsgd.optim.path_adam import PathAdagrad, PathAdam
 from pathsgd.optim.path_muon import PathMuon
@@ -27,7 +28,7 @@ __all__ = [  # noqa: RUF022
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
     # training
-    "PathSGD", "PathNormalized", "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
+    "BalancedMuon", "PathSGD", "PathNormalized", "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
     # errors
     "PathError", "TraceError", "DataDependentError", "RescaleError",
 ]  # fmt: skip

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from transfer import __main__ as command
-from transfer import plan, run, tasks, train
-from transfer.methods import default_rate, label, make_optimizer, parse
+from transfer import ablations, methods, plan, run, summary, tasks, train
+from transfer.methods import constants_set, default_rate, label, make_optimizer, parse
 from transfer.networks import NETWORKS
 from transfer.pack import BYTES, SOURCES, pack_folder, read_cifar
-from transfer.records import Cell, cells_of, read_records, without_recorded
+from transfer.records import Cell, cells_of, read_jobs, read_records, without_recorded
 from transfer.table import render
 from transfer.tasks import Images, Text
 from transfer.train import Job, run_job, warm_up_and_cosine
@@ -66,6 +66,17 @@ def test_every_start_computes_the_same(tiny, tmp_path, network):
     before = [p.clone() for p in model.parameters()]
     train.set_start(model, paths, "unbalanced")
     assert any((p / q - 1).abs().max() > 1 for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_start_names_the_orders_of_balance(monkeypatch):
+    calls = []
+    monkeypatch.setattr(pathsgd, "balance", lambda model, paths, **orders: calls.append(orders))
+    for start in ("balanced", "balanced+balance", "balanced+balance(2,inf)", "balanced+balance(4,1)"):
+        train.set_start(nn.Linear(1, 1), None, start)
+    assert calls == [{}, {"p": 2, "q": math.inf}, {"p": 4, "q": 1}]
+    for start in ("", "balance", "balanced+balance(2)", "unbalanced+balance(2,4", "balanced+unbalance"):
+        with pytest.raises(ValueError, match="there is no start"):
+            train.parse_start(start)
 
 
 def test_a_traced_graph_serves_every_copy_of_a_network(tiny, tmp_path):
@@ -127,6 +138,35 @@ def test_options_of_a_method():
     )
     with pytest.raises(ValueError, match="there is no method"):
         parse("lion")
+
+
+def test_constants_are_set_while_a_job_runs(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(pathsgd.errors, "SHARE", 0.25, raising=False)
+    monkeypatch.setattr(pathsgd.geometry, "SHARE", pathsgd.errors.SHARE, raising=False)  # as by from-import
+    monkeypatch.setattr(pathsgd.optim, "SHARE", "its own", raising=False)
+    method = "sgd:set=pathsgd.errors.SHARE=(0.9,1),nesterov=true,set=pathsgd.PathMuon.default_lr=7"
+    assert parse(method)[1]["set"] == {"pathsgd.errors.SHARE": (0.9, 1), "pathsgd.PathMuon.default_lr": 7}
+    assert label(method) == "SGD, momentum (nesterov=True, SHARE=(0.9, 1), default_lr=7)"
+    seen, usual = [], methods.METHODS["sgd"]
+
+    def make(*arguments, **options):
+        holders = pathsgd.errors, pathsgd.geometry, pathsgd.optim
+        seen.append([*(holder.SHARE for holder in holders), pathsgd.PathMuon.default_lr, options])
+        return usual(*arguments, **options)
+
+    monkeypatch.setitem(methods.METHODS, "sgd", make)
+    job, before = Job("digits-rnn", method, 1e-3, epochs=1), pathsgd.PathMuon.default_lr
+    assert "failure" not in run_job(job, tmp_path, "cpu")
+    assert seen == [[(0.9, 1), (0.9, 1), "its own", 7, {"nesterov": True, "lr": 1e-3}]]
+    run_job(replace(job, method=method + ",spin=1"), tmp_path, "cpu")
+    now = pathsgd.errors.SHARE, pathsgd.geometry.SHARE, pathsgd.PathMuon.default_lr
+    assert now == (0.25, 0.25, before)
+    with (
+        pytest.raises(AttributeError),
+        constants_set("sgd:set=pathsgd.errors.SHARE=1,set=pathsgd.errors.NO=1"),
+    ):
+        pass
+    assert pathsgd.errors.SHARE == 0.25
 
 
 @pytest.mark.parametrize(
@@ -235,6 +275,29 @@ def test_seeds_are_planned_at_the_best_rate_or_the_default():
     assert starts == {"balanced+balance", "unbalanced+balance"}
 
 
+def test_the_usual_rate_is_planned_from_every_start():
+    starts = {}
+    for job in planned("balance", starts=train.STARTS):
+        starts.setdefault((job.method, job.lr), {}).setdefault(job.start, []).append(job.seed)
+    plain = {start: [0, 1, 2] for start in train.STARTS}
+    relative = {start: [0, 1, 2] for start in ("balanced", "unbalanced")}
+    assert starts == {
+        ("path-muon", None): relative, ("balanced-muon", None): relative,
+        ("adamw", 1e-2): plain, ("muon:adamw_lr=0.01", 3e-2): plain,
+    }  # fmt: skip
+
+
+def test_variants_are_planned_if_their_constants_are_there(monkeypatch, capsys):
+    names = {"faster": "set=pathsgd.PathMuon.default_lr=1", "gone": "set=pathsgd.nowhere.SHARE=1", "p": "p=1"}
+    monkeypatch.setattr(ablations, "VARIANTS", names)
+    jobs = planned("ablations")
+    methods = ["", ":set=pathsgd.PathMuon.default_lr=1", ":p=1"]
+    assert [job.method for job in jobs[::2]] == [f"balanced-muon{options}" for options in methods]
+    assert [job.seed for job in jobs] == [0, 1] * 3
+    assert {(job.start, job.lr) for job in jobs} == {("balanced", None)}
+    assert "left out: gone" in capsys.readouterr().err
+
+
 def test_relative_methods_are_planned_around_their_default(monkeypatch, capsys):
     monkeypatch.delattr(pathsgd, "PathMuon", raising=False)
     jobs = planned("path-rates", methods=["path-adam", "path-muon"])
@@ -269,6 +332,46 @@ def test_tables_say_who_is_ahead_and_where_not():
     assert "Not: VGG, 16 channels 22.0 and 30.5." in render(RATES[:-1] + behind + moved)
 
 
+def seeds(method, values, start="balanced", network="vgg-16"):
+    lr = None if method.startswith(("path", "balanced")) else 0.1
+    return [record(network, method, lr, v, start, s, rate=0.1) for s, v in enumerate(values)]
+
+
+def test_a_summary_says_what_is_as_good_within_the_spread_of_seeds():
+    runs = [
+        *seeds("path-muon", (19.0, 20.0, 21.0)), *seeds("path-muon", (19.0, 20.0, 21.0), "unbalanced"),
+        *seeds("balanced-muon", (20.5, 21.5, 22.5)),
+        *seeds("balanced-muon", (17.0, 18.0, 19.0), "unbalanced"),
+        *seeds("adamw", (24.0, 25.0, 26.0)), *seeds("adamw", (27.5, 28.5, 29.5), "unbalanced+balance"),
+        *seeds("muon", (24.0, 25.0, 26.0)), *seeds("muon", (24.0, None, 25.0), "unbalanced+balance"),
+    ]  # fmt: skip
+    text = summary.summarize(runs)
+    assert (
+        "| VGG, 16 channels | 20.0 ± 1.0 | 20.0 ± 1.0 | 21.5 ± 1.0 | 18.00 ± 1.00 | 25.0 ± 1.0 (0.1) |"
+        in text
+    )
+    assert "| VGG, 16 channels | yes (+1.5; -2.0) | no (+3.5) | no (+inf) |" in text
+    assert "| yes | 1 of 1 | 0 of 1 | 0 of 1 |" in text
+    worse = seeds("balanced-muon", (23.0, 24.0, 25.0), "unbalanced")
+    assert "| no (+1.5; +4.0) | " in summary.summarize(runs[:9] + worse + runs[12:])
+    assert "runs failed" not in text
+    assert "1 of 25 runs failed" in summary.summarize([*runs, {**runs[0], "seed": 9, "failure": "Oh"}])
+
+
+def test_ablations_are_compared_over_the_same_seeds(monkeypatch):
+    monkeypatch.setattr(ablations, "VARIANTS", {"no share": "set=pathsgd.errors.SHARE=0"})
+    changed = "balanced-muon:set=pathsgd.errors.SHARE="
+    runs = [
+        *seeds("balanced-muon", (10.0, 10.0, 40.0)), *seeds(changed + "0", (11.0, 12.0)),
+        *seeds("balanced-muon", (2.0, 2.0), network="gpt-48"),
+        *seeds(changed + "0", (1.9, 1.9), network="gpt-48"),
+        *seeds(changed + "1", (5.0, None)),
+    ]  # fmt: skip
+    text = summary.summarize(runs)
+    assert "| no share | +15.0 | -5.0 | +5.0 |" in text
+    assert "| BalancedMuon (SHARE=1) | diverges |  | diverges |" in text
+
+
 def test_the_commands_write_table_and_figure(tmp_path, capsys):
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RATES))
     jobs = tmp_path / "jobs.json"
@@ -288,6 +391,12 @@ def test_the_commands_write_table_and_figure(tmp_path, capsys):
     assert len(json.loads(jobs.read_text())) == 5
     assert command.main(["plan", "rates", str(jobs), "--records", str(tmp_path), "--epochs", "30"]) == 0
     assert {job["network"] for job in json.loads(jobs.read_text())} == set(plan.LONG)
+    assert (
+        command.main(["plan", "balance", str(jobs), "--records", str(tmp_path), "--networks", "vgg-16"]) == 0
+    )
+    assert len(read_jobs(jobs)) == 36  # what was recorded before is run again
+    assert command.main(["summary", str(tmp_path)]) == 0
+    assert "## 5 epochs: results" in capsys.readouterr().out
     assert command.main(["table", str(tmp_path), "--into", str(tmp_path)]) == 0
     assert command.main(["figure", str(tmp_path), "--into", str(tmp_path)]) == 0
     assert (tmp_path / "table.md").read_text().startswith("# One learning rate")

@@ -303,7 +303,12 @@ def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     taps = (1,) * (len(conv.weight.shape) - 2)
     if conv.transposed:
         # weight: (inputs, outputs / groups, *taps)
+        if g == 1:
+            return out.reshape(1, -1, *taps), into.reshape(-1, 1, *taps)
         head = out.reshape(g, 1, -1).expand(g, into.numel() // g, -1)
         return head.reshape(into.numel(), -1, *taps), into.reshape(-1, 1, *taps)
+    head = out.reshape(-1, 1, *taps)
+    if g == 1:
+        return head, into.reshape(1, -1, *taps)
     tail = into.reshape(g, 1, -1).expand(g, out.numel() // g, -1)
-    return out.reshape(-1, 1, *taps), tail.reshape(out.numel(), -1, *taps)
+    return head, tail.reshape(out.numel(), -1, *taps)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Shape, Stored
+from pathsgd.graph.nodes import Permute, Shape, Stored
 from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.views import view_tensor
 
@@ -29,7 +29,15 @@ class UnitTies(UnionFind):
 
     def tie(self, a: Tensor, b: Tensor) -> None:
         """Units in the same place become one class."""
-        a, b = torch.broadcast_tensors(a, b)
+        ndim = max(a.dim(), b.dim())
+        a, b = (ids.reshape((1,) * (ndim - ids.dim()) + tuple(ids.shape)) for ids in (a, b))
+        # What does not change along an axis ties all that the other has there: so neither is expanded.
+        a, b = (
+            self.tie_along(ids, [d for d in range(ndim) if other.shape[d] == 1]) for ids, other in ((a, b), (b, a))
+        )
+        self._tie_pairs(*torch.broadcast_tensors(a, b))  # one may be empty
+
+    def _tie_pairs(self, a: Tensor, b: Tensor) -> None:
         different = a != b
         count = len(self)
         pairs = torch.unique(a[different] * count + b[different])  # numbers are sorted sooner than rows
@@ -45,7 +53,7 @@ class UnitTies(UnionFind):
         for dim in dims:
             if ids.shape[dim] > 1:
                 first = ids.narrow(dim, 0, 1)
-                self.tie(ids, first)
+                self._tie_pairs(ids, first.expand(ids.shape))
                 ids = first
         return ids
 
@@ -58,6 +66,11 @@ class UnitTies(UnionFind):
         ids = self.tie_along(ids, repeated)
         ids = ids.reshape(ids.shape[extra:])
         if not stored.views:
+            return ids
+        permutes = [view for view in stored.views if isinstance(view, Permute)]
+        if len(permutes) == len(stored.views):
+            for view in reversed(permutes):
+                ids = ids.permute([view.dims.index(d) for d in range(ids.dim())])
             return ids
         index = torch.arange(math.prod(shape)).reshape(shape)
         for view in stored.views:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.geometry.canonical import UnitFactors, measure_unit_factors
+from pathsgd.geometry.class_edges import cut_edges
 from pathsgd.geometry.edge_weights import Tensors
 from pathsgd.geometry.extended_float import DEAD, exact_frexp, exact_ldexp
 from pathsgd.geometry.passes import PoweredNetwork
@@ -21,7 +22,7 @@ from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.edges import EdgeTable
 from pathsgd.optim.relative.growth import NOISE
-from pathsgd.optim.relative.sharded import cut_blocks, cut_edges
+from pathsgd.optim.relative.sharded import cut_blocks
 from pathsgd.optim.relative.sizes import SizeTable
 from pathsgd.optim.relative.sums import find_norms
 from pathsgd.optim.relative.unit_scales import Rescaling, UnitScales, UnitState, read_units

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd.geometry.sharded import Shard
-from pathsgd.graph.unit_classes import EdgeClasses
 from pathsgd.optim.relative.blocks import Block
 
 Shards = tuple[Shard, ...]
@@ -28,18 +27,6 @@ def cut_blocks(found: dict[str, list[Block]], shards: Mapping[str, Shards]) -> d
         name: [replace(block, shards=shards[name]) for block in blocks] if shards.get(name) else blocks
         for name, blocks in found.items()
     }
-
-
-def cut_edges(edge: EdgeClasses, shards: Shards) -> EdgeClasses:
-    """The classes at the ends of the entries that this rank holds."""
-
-    def cut(ids: Tensor) -> Tensor:
-        for shard in shards:
-            if ids.shape[shard.dim] > 1:
-                ids = ids.narrow(shard.dim, shard.start, shard.length)
-        return ids
-
-    return EdgeClasses(cut(edge.head), cut(edge.tail), edge.degree) if shards else edge
 
 
 Compute = Callable[[list[Tensor]], list[Tensor]]

@@ -1,0 +1,418 @@
+"""The equivalent network of least mu_{p,q}, for finite p and q.
+
+With ``t`` the logarithm of the factor of every class, ``R_r = sum |w|^p exp(p (t_head - d t_tail))`` over the
+weights into unit r, and d the degree of the weight (2 behind a square),
+
+    mu_{p,q}^q = sum_r R_r^(q/p)
+
+is convex in t and strictly so over the classes that lie on a walk along weights that are not zero from one
+unit that cannot be rescaled to another: there is one minimum. There, for every class, what arrives is what
+leaves: ``sum over incoming S = sum over outgoing d S``, with ``S = R_r^(q/p - 1) |w|^p exp(p (...))``.
+
+Classes that lie on no such walk (before a layer of zeros, behind a dead unit) have no minimum. Their side
+that is not zero is brought to the norm of their layer, or to 1, so that all equivalents still become one.
+
+In order, so that networks that differ by powers of two end at the same bits:
+1. integer exponents for all classes, such that the largest weight into each is about 1. These depend on
+   nothing but binary exponents, so that from here on all such networks are the same;
+2. t from sums of powers of the weights so rescaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pathsgd.errors import PathError
+from pathsgd.geometry.class_edges import (
+    ZERO,
+    ClassFactors,
+    EdgeLayout,
+    Edges,
+    find_largest,
+    join_edges,
+    sum_powers,
+)
+from pathsgd.graph.union_find import UnionFind
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+
+LOG_2 = math.log(2)
+TOLERANCE = 1e-13
+"""Of ``log(arriving / leaving)``."""
+ROUNDS = 2000
+OMEGA = 0.8
+MEMORY = 8
+FADED = 2.0**-20
+"""A unit keeps at least this share of the norm of its layer, so that steps on what leads out of it are
+finite."""
+
+
+@torch.no_grad()
+def find_least_mu(
+    tensors: Mapping[str, Tensor],
+    edges: Mapping[str, EdgeClasses],
+    fixed: Tensor,
+    p: float,
+    q: float,
+    rows: Mapping[str, Tensor] | None = None,
+) -> ClassFactors:
+    """The factors of all classes that lead to the equivalent of least mu_{p,q}.
+
+    Args:
+        tensors: the parameters. With sharded ones this is a collective call.
+        edges: by parameter, the classes of its entries.
+        fixed: by class, whether it stays as it is.
+        p: the order of the norm over the weights into a unit.
+        q: the order of the norm over units.
+        rows: if p and q differ, by parameter the units that its entries lead into.
+    """
+    merge = p == q
+    layouts = []
+    for name, edge in edges.items():
+        unit = edge.head if merge or rows is None else rows[name]
+        layout = EdgeLayout(name, edge, fixed, unit, merge, tensors[name])
+        if layout.is_changed or not merge:
+            layouts.append(layout)
+    largest = [find_largest(layout, tensors[layout.name]) for layout in layouts]
+    exponents, from_fixed = _find_exponents(join_edges(largest), fixed)
+    found = []
+    for layout, sizes in zip(layouts, largest, strict=True):
+        shift = _highest(sizes, exponents)
+        powers = sum_powers(layout, tensors[layout.name], p, exponents, shift)
+        found.append(_take_logarithms(powers, p * shift * LOG_2))
+    layers = _find_layers(layouts, len(fixed))
+    t = _Solver(join_edges(found), fixed, from_fixed, layers, p, q).run()
+    whole = torch.round(t / LOG_2)
+    return ClassFactors((t - whole * LOG_2).exp(), exponents + whole.long())
+
+
+# Exponents
+
+
+def _find_exponents(largest: Edges, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    """An exponent for every class, from the binary exponents of the largest weight of every edge; and which
+    classes a walk from a unit that cannot be rescaled leads to.
+
+    In the order in which walks reach them, each class takes what brings its largest weight from a known one
+    to 1; then those that lead to known ones; then one is chosen of those that are joined to none of these.
+    """
+    exponents, known = torch.zeros(len(fixed), dtype=torch.int64), fixed.clone()
+    reached: Tensor | None = None
+    while True:
+        while _reach_heads(largest, exponents, known):
+            pass
+        if reached is None:
+            reached = known.clone()
+        if _reach_tails(largest, exponents, known):
+            continue
+        left = (~known).nonzero().flatten()
+        if not len(left):
+            return exponents, reached
+        known[left[0]] = True
+
+
+def _reach_heads(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
+    progress = False
+    for matrix in edges.matrices:
+        new, old = ~known[matrix.heads], known[matrix.tails]
+        if bool(new.any()) and bool(old.any()):
+            at_tail = torch.where(old, -matrix.degree * exponents[matrix.tails], ZERO)
+            found = matrix.find_largest(at_tail)
+            progress |= _learn(exponents, known, matrix.heads, torch.where(new, found, ZERO), -1)
+    if not progress:
+        usable = ~known[edges.heads] & known[edges.tails]
+        found = torch.where(usable, edges.values - edges.degrees * exponents[edges.tails], ZERO)
+        progress = _learn(exponents, known, edges.heads, found, -1)
+    return progress
+
+
+def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
+    for matrix in edges.matrices:
+        new, old = ~known[matrix.tails], known[matrix.heads]
+        if bool(new.any()) and bool(old.any()):
+            at_head = torch.where(old, exponents[matrix.heads], ZERO)
+            found = (matrix.values + matrix.at_heads(at_head)[:, None]).amax(0)
+            found = matrix.complete(found, 1, largest=True)
+            if _learn(exponents, known, matrix.tails, torch.where(new, found, ZERO), matrix.degree):
+                return True
+    usable = ~known[edges.tails] & known[edges.heads]
+    for degree in edges.degrees.unique().tolist():
+        own = usable & (edges.degrees == degree)
+        found = torch.where(own, edges.values + exponents[edges.heads], ZERO)
+        if _learn(exponents, known, edges.tails, found, degree):
+            return True
+    return False
+
+
+def _learn(exponents: Tensor, known: Tensor, classes: Tensor, found: Tensor, degree: int) -> bool:
+    """Sets ``exponent = found / degree``, rounded down, of classes for which anything was found."""
+    best = torch.full_like(exponents, ZERO).scatter_reduce(0, classes, found, "amax")
+    new = (best > ZERO // 2) & ~known
+    exponents[new] = torch.div(best[new], degree, rounding_mode="floor")
+    known |= new
+    return bool(new.any())
+
+
+def _highest(sizes: Edges, exponents: Tensor) -> int:
+    """The largest binary exponent of a parameter's rescaled entries."""
+    found = [ZERO]
+    for matrix in sizes.matrices:
+        at_head, at_tail = exponents[matrix.heads], -matrix.degree * exponents[matrix.tails]
+        found.append(int((matrix.find_largest(at_tail) + at_head).max()))
+    if len(sizes.values):
+        own = sizes.values + exponents[sizes.heads] - sizes.degrees * exponents[sizes.tails]
+        found.append(int(own.max()))
+    return max(found) if max(found) > ZERO // 2 else 0
+
+
+def _take_logarithms(powers: Edges, scale: float) -> Edges:
+    """Values of the list in logarithms; those of matrices as they are, in units of exp(scale)."""
+    matrices = [replace(matrix, log_scale=scale) for matrix in powers.matrices]
+    return replace(powers, matrices=matrices, values=powers.values.double().log() + scale)
+
+
+def _find_layers(layouts: list[EdgeLayout], count: int) -> Tensor:
+    """By class, the number of its layer: units that one parameter leads into, or out of, are in one. Layer 0
+    is that of units which cannot be rescaled."""
+    node = torch.full((count,), -1)
+    together = UnionFind(1)
+    node[FIXED] = 0
+    for layout in layouts:
+        for classes in (layout.heads, layout.tails):
+            free = classes[classes != FIXED].unique()
+            if not len(free):
+                continue
+            (own,) = together.grow(1)
+            for other in node[free].unique().tolist():
+                if other > 0:
+                    together.union(own, other)
+            node[free] = own
+    roots = torch.tensor([together.find(k) for k in range(len(together))])
+    layers = torch.where(node >= 0, roots[node.clamp(min=0)], 0)
+    return layers.unique(return_inverse=True)[1]
+
+
+def _log_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """log of the sums of exp(values) that have the same index."""
+    top = torch.full((size,), -math.inf, dtype=torch.float64).scatter_reduce(0, index, values, "amax")
+    top = torch.where(top > -math.inf, top, 0)
+    return torch.zeros_like(top).index_add(0, index, (values - top[index]).exp()).log() + top
+
+
+# Factors
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """What arrives at every class and what leaves it, in logarithms."""
+
+    arriving: Tensor
+    leaving: Tensor
+    between: Tensor
+    """log of the sums of S over the edges from one layer to another, for each two layers that are joined."""
+
+
+class _Past:
+    """Anderson's extrapolation of the last few rounds."""
+
+    def __init__(self) -> None:
+        self.points: list[Tensor] = []
+        self.steps: list[Tensor] = []
+
+    def extrapolate(self, t: Tensor, step: Tensor) -> Tensor:
+        self.points, self.steps = [*self.points[-MEMORY:], t], [*self.steps[-MEMORY:], step]
+        if len(self.points) == 1:
+            return t + step
+        points = torch.stack(self.points, 1).diff(dim=1)
+        steps = torch.stack(self.steps, 1).diff(dim=1)
+        found = torch.linalg.lstsq(steps, step[:, None], driver="gelsd").solution
+        return t + step - ((points + steps) @ found)[:, 0]
+
+
+class _Solver:
+    """Minimises mu_{p,q}.
+
+    A round moves all classes at once, each half of the way to where arriving and leaving would be equal if
+    the others stayed. Alone it never increases mu, since ``exp(a + b) <= (exp(2a) + exp(2b)) / 2``; but in a
+    deep network it takes long to change the scales of whole layers, so these are found beside it by Newton's
+    method on one number for each layer.
+    """
+
+    def __init__(
+        self, edges: Edges, fixed: Tensor, from_fixed: Tensor, layers: Tensor, p: float, q: float
+    ) -> None:
+        self.edges, self.fixed, self.layers, self.p, self.q = edges, fixed, layers, p, q
+        self.count, self.order = len(fixed), max(p, q)
+        self.layer_count = int(layers.max()) + 1
+        # The edges of the list, then one for every row of a matrix; and one for every column.
+        self.heads = torch.cat([edges.heads, *(m.heads for m in edges.matrices)])
+        self.tails = torch.cat([edges.tails, *(m.tails for m in edges.matrices)])
+        self.rows = torch.cat([edges.rows, *(m.rows for m in edges.matrices)])
+        self.row_count = int(self.rows.max()) + 1 if len(self.rows) else 0
+        self.degree = torch.ones(self.count, dtype=torch.float64)
+        degrees = torch.cat([edges.degrees, *(torch.full_like(m.tails, m.degree) for m in edges.matrices)])
+        self.degree.scatter_reduce_(0, self.tails, degrees.double(), "amax")
+        self._join_layers()
+        self.live = from_fixed & self._find_walks_to_fixed() & ~fixed
+
+    def _join_layers(self) -> None:
+        """Numbers the pairs of layers that edges join, with the coefficients of both layers' factors."""
+        matrices = self.edges.matrices
+        tails = [layer.expand(len(m.heads)) for m in matrices for layer in [self.layers[m.tails[:1]]]]
+        tail = torch.cat([self.layers[self.edges.tails], *tails])
+        degree = torch.cat([self.edges.degrees, *(torch.full_like(m.heads, m.degree) for m in matrices)])
+        joined = torch.stack([self.layers[self.heads], tail, degree], 1)
+        pairs, self.pair = joined.unique(dim=0, return_inverse=True)
+        numbers = torch.arange(len(pairs))
+        coefficients = torch.zeros(len(pairs), self.layer_count, dtype=torch.float64)
+        coefficients[numbers, pairs[:, 0]] += 1
+        coefficients[numbers, pairs[:, 1]] -= pairs[:, 2].double()
+        self.coefficients = coefficients[:, 1:]
+
+    def run(self) -> Tensor:
+        t = torch.zeros(self.count, dtype=torch.float64)
+        if bool(self.live.any()):
+            t = self._minimize(t)
+            t = self._keep_from_fading(t)
+        return self._settle_others(t)
+
+    def _minimize(self, t: Tensor) -> Tensor:
+        active = self.live | self.fixed
+        t = t + self._equalize_layers(self._measure(t, active))[self.layers]
+        least, past = math.inf, _Past()
+        for _ in range(ROUNDS):
+            flow = self._measure(t, active)
+            gap = torch.where(self.live, flow.leaving - flow.arriving, 0)
+            if float(gap.abs().max()) <= TOLERANCE:
+                return t
+            total = float(flow.between.logsumexp(0))
+            if total <= least + 1e-12:
+                t = past.extrapolate(t, self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow))
+            else:
+                t, past = t + gap / (2 * self.order * (1 + self.degree)), _Past()
+            least = min(least, total)
+        raise PathError(f"balance did not converge: arriving and leaving weights still differ by {gap.abs().max():.1e}")
+
+    def _measure(self, t: Tensor, active: Tensor) -> _Flow:
+        edges, p = self.edges, self.p
+        at_head = torch.where(active, p * t, -math.inf)
+        at_tail = torch.where(active, -p * t, -math.inf)
+        rows = [m.sum_rows(m.degree * at_tail[m.tails]) + at_head[m.heads] for m in edges.matrices]
+        single = edges.values + at_head[edges.heads] + edges.degrees * at_tail[edges.tails]
+        if self.p != self.q:
+            index = torch.cat([edges.rows, *(m.rows for m in edges.matrices)])
+            weight = (self.q / p - 1) * _log_sum(torch.cat([single, *rows]), index, self.row_count)
+            weight = torch.where(weight.isfinite(), weight, 0)
+        else:
+            weight = torch.zeros(self.row_count, dtype=torch.float64)
+        rows = [own + weight[m.rows] for own, m in zip(rows, edges.matrices, strict=True)]
+        single = single + weight[edges.rows]
+        columns = [
+            m.sum_columns(at_head[m.heads] + weight[m.rows]) + m.degree * at_tail[m.tails] + math.log(m.degree)
+            for m in edges.matrices
+        ]
+        values = torch.cat([single, *rows])
+        leaving = torch.cat([single + edges.degrees.log(), *columns])
+        return _Flow(
+            _log_sum(values, self.heads, self.count),
+            _log_sum(leaving, self.tails, self.count),
+            _log_sum(values, self.pair, len(self.coefficients)),
+        )
+
+    # Layers
+
+    def _equalize_layers(self, flow: _Flow) -> Tensor:
+        """Factors of layers with which all have about the same norm: a start within the range of floats."""
+        live = flow.between > -math.inf
+        ones = torch.ones(int(live.sum()), 1, dtype=torch.float64)
+        matrix = torch.cat([self.order * self.coefficients[live], -ones], 1)
+        ridge = 1e-6 * torch.eye(self.layer_count, dtype=torch.float64)
+        found = torch.linalg.solve(matrix.T @ matrix + ridge, matrix.T @ -flow.between[live])
+        return torch.cat([found.new_zeros(1), found[:-1]])
+
+    def _correct_layers(self, step: Tensor, flow: _Flow) -> Tensor:
+        """A step in which the mean of each layer is replaced by what Newton's method finds."""
+        weight = torch.where(self.live, torch.logaddexp(flow.arriving, flow.leaving), -math.inf)
+        share = (weight - _log_sum(weight, self.layers, self.layer_count)[self.layers]).exp()
+        share = torch.where(self.live, share, 0)
+        mean = torch.zeros(self.layer_count, dtype=torch.float64).index_add(0, self.layers, share * step)
+        powers = (flow.between - flow.between.max()).exp()
+        gradient = self.coefficients.T @ powers
+        hessian = self.order * (self.coefficients.T * powers) @ self.coefficients
+        # Layers may differ by any power of ten: a diagonal of ones keeps the smallest in the solution.
+        scale = hessian.diagonal().clamp(min=1e-300).rsqrt()
+        scaled = hessian * scale * scale[:, None] + 1e-14 * torch.eye(len(scale), dtype=torch.float64)
+        found = -scale * torch.linalg.solve(scaled, scale * gradient)
+        found = found / max(1.0, float(found.abs().max()))
+        change = torch.cat([found.new_zeros(1), found]) - mean
+        return step + torch.where(self.live, change[self.layers], 0)
+
+    # Classes without a minimum
+
+    def _find_walks_to_fixed(self) -> Tensor:
+        """By class, whether a walk leads from it to a unit that cannot be rescaled."""
+        reached = self.fixed.clone()
+        while True:
+            before = reached.clone()
+            log = torch.where(reached, 0.0, -math.inf).double()
+            usable = reached[self.edges.heads] & (self.edges.values > -math.inf)
+            reached[self.edges.tails[usable]] = True
+            for matrix in reversed(self.edges.matrices):
+                log = torch.where(reached, 0.0, -math.inf).double()
+                if not bool(reached[matrix.tails].all()):
+                    found = matrix.sum_columns(log[matrix.heads]) > -math.inf
+                    reached[matrix.tails[found]] = True
+            if torch.equal(before, reached):
+                return reached
+
+    def _keep_from_fading(self, t: Tensor) -> Tensor:
+        flow = self._measure(t, self.live | self.fixed)
+        norm = flow.arriving / self.q
+        least = self._mean_norm(norm) + math.log(FADED)
+        return torch.where(self.live, t + (least - norm).clamp(min=0), t)
+
+    def _mean_norm(self, norm: Tensor) -> Tensor:
+        """log of the mean norm of the live classes of every class's layer; 0 if it has none."""
+        count = int(self.layers.max()) + 1
+        total = _log_sum(torch.where(self.live, norm, -math.inf), self.layers, count)
+        number = torch.zeros(count, dtype=torch.float64).index_add(0, self.layers, self.live.double())
+        return torch.where(number > 0, total - number.log(), 0)[self.layers]
+
+    def _settle_others(self, t: Tensor) -> Tensor:
+        """Brings the side that is not zero of every other class to the mean norm of its layer, or to 1, in
+        the order in which walks reach them."""
+        settled = self.live | self.fixed
+        if bool(settled.all()):
+            return t
+        flow = self._measure(t, settled)
+        arriving, leaving = (self._mean_norm(log / self.q) for log in (flow.arriving, flow.leaving))
+        while not bool(settled.all()):
+            into, out = self._measure_from(t, settled)
+            if bool((into > -math.inf).any()):
+                new, change = into > -math.inf, arriving - into / self.p
+            elif bool((out > -math.inf).any()):
+                new, change = out > -math.inf, (out / self.p - leaving) / self.degree
+            else:
+                new = torch.arange(self.count) == (~settled).nonzero()[0]
+                change = torch.zeros_like(t)
+            t = torch.where(new, change, t)
+            settled = settled | new
+        return t
+
+    def _measure_from(self, t: Tensor, settled: Tensor) -> tuple[Tensor, Tensor]:
+        """Of classes that are not settled, with factors of 1: log of the sums of powers of weights from
+        settled ones, and to them."""
+        at_head = torch.where(settled, self.p * t, -math.inf)
+        at_tail = torch.where(settled, -self.p * t, -math.inf)
+        edges = self.edges
+        into = [edges.values + edges.degrees * at_tail[edges.tails]]
+        into += [m.sum_rows(m.degree * at_tail[m.tails]) for m in edges.matrices]
+        out = [edges.values + at_head[edges.heads]]
+        out += [m.sum_columns(at_head[m.heads]) for m in edges.matrices]
+        found = _log_sum(torch.cat(into), self.heads, self.count), _log_sum(torch.cat(out), self.tails, self.count)
+        into_class, out_class = (torch.where(settled, -math.inf, log) for log in found)
+        return into_class, out_class

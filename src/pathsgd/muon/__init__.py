@@ -1,0 +1,1 @@
+"""The optimizer on the weights of a balanced network."""

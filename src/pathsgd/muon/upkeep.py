@@ -1,0 +1,391 @@
+"""Keeps a network balanced while it is trained.
+
+Relative steps do not hold the scale of a unit, so every few steps units are moved towards the balance again,
+by one round: what leads into each and what leads out of it get closer in norm. State is rescaled with weights.
+
+A rescaling by others is undone, since balancing again would not: one round a step lags the minimum a little.
+For that one entry of every row and column of every parameter is remembered, with its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pathsgd._torch import Version, is_capturing, versions
+from pathsgd.errors import PathError
+from pathsgd.geometry.balance import check_finite, find_balancing_factors
+from pathsgd.geometry.class_edges import ClassFactors, cut_edges
+from pathsgd.geometry.sharded import local_part, shards_of
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.sharded import is_sharded
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
+from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd.optim.relative.edges import EdgeTable
+
+EVERY = 10
+"""Steps between rounds; in a CUDA graph, whose replays cannot count them, every step has one."""
+MOST = 2.0
+"""The most that one round rescales a unit by."""
+REFERENCE = ("reference_index", "reference_value")
+"""In the state of a parameter: the entries that are remembered."""
+POWERS = {"momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
+"""With which power of a weight's factor its state is multiplied."""
+
+
+class Upkeep:
+    """The balance of one model.
+
+    Args:
+        graph: of the model.
+        model: whose parameters are rescaled.
+        owned: the parameters that the optimizer has, by name. Units that lead into or out of any others, or
+            of frozen ones, stay as they are.
+        state: the optimizer's.
+    """
+
+    def __init__(
+        self, graph: PathGraph, model: nn.Module, owned: Mapping[str, Tensor], state: MutableMapping[Tensor, Any]
+    ) -> None:
+        self.graph, self.state = graph, state
+        self._model_tensors = ModelTensors(model)
+        self.units = unit_classes_of(graph)
+        self.held = torch.zeros(self.units.count, dtype=torch.bool)
+        self.held[FIXED] = True
+        for name, edge in self.units.parameters.items():
+            if name not in owned or not owned[name].requires_grad:
+                self.held[edge.head.flatten()] = True
+                self.held[edge.tail.flatten()] = True
+        self.parameters = {
+            name: owned[name] for name, edge in self.units.parameters.items() if self._is_free(edge)
+        }
+        self.sharded = any(map(is_sharded, self.parameters.values()))
+        self.steps = 0
+        self._versions: list[Version] | None = None
+        self._before: dict[str, Tensor] = {}
+        """The weights as they were when the optimizer was made, until its first step: a checkpoint may tell
+        that they were balanced as they were."""
+        self._round: _Round | None = None
+
+    def _is_free(self, edge: EdgeClasses) -> bool:
+        return not bool(self.held[edge.head].all()) or not bool(self.held[edge.tail].all())
+
+    def connect(self, state: MutableMapping[Tensor, Any]) -> None:
+        """The optimizer's state is another object now."""
+        self.state = state
+
+    def start(self) -> None:
+        """Balances the model and whatever gradients and state there are."""
+        self._before = {} if self.state else {n: local_part(p).detach().clone() for n, p in self.parameters.items()}
+        self._balance()
+
+    def resume(self) -> None:
+        """State was loaded: if it is of the weights as they were before they were balanced, these were
+        balanced already."""
+        before, self._before = self._before, {}
+        self._round, self._versions = None, None
+        if before and (self.sharded or self._are_remembered(before)):
+            with torch.no_grad():
+                for name, value in before.items():
+                    local_part(self.parameters[name]).detach().copy_(value)
+        if self.sharded:
+            self._versions = self._find_versions()
+
+    def forget_versions(self) -> None:
+        self._versions = None
+
+    def before_step(self) -> None:
+        """Looks whether weights were written since the last step: what was rescaled is undone, anything else
+        is balanced as it is."""
+        if not self.parameters:
+            return
+        self._check_structure()
+        if is_capturing():
+            return
+        self._before = {}
+        now = self._find_versions()
+        if now == self._versions:
+            return
+        if self.sharded or not self._undo_rescaling():
+            self._balance()
+
+    def after_step(self, is_still: bool) -> None:
+        """Does a round, if it is time, and remembers where weights are."""
+        if not self.parameters:
+            return
+        if not is_still:
+            self.steps += 1
+            if is_capturing() or self.steps % EVERY == 0:
+                self._do_round()
+        self._remember()
+
+    def _check_structure(self) -> None:
+        """A unit's weights may be others by now, as where they were tied: rescaling it would be wrong."""
+        if not self._model_tensors.walks and not self.sharded:
+            self._model_tensors.read(self.graph)
+        if not self.sharded and not self._model_tensors.is_same_structure():
+            raise PathError(
+                "the model has other parameters or modules than when the optimizer was made (weights tied, "
+                "pruned, merged or replaced since); make the optimizer again"
+            )
+
+    # Balance
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        if self.parameters:
+            check_finite(self.parameters, self.parameters)
+            tensors = self.parameters
+            edges = {name: self.units.parameters[name] for name in tensors}
+            factors = find_balancing_factors(tensors, self.units, edges=edges, held=self.held)
+            self._scale(factors, state=True)
+        self._choose_references()
+        self._remember()
+
+    def _scale(self, factors: ClassFactors, state: bool) -> None:
+        """Multiplies weights by factors, and gradients by their inverse; and the state, if it is told to."""
+        for name, p in self.parameters.items():
+            edge = self.units.parameters[name]
+            factors.scale_(p, edge)
+            if p.grad is not None:
+                factors.power(-1).scale_(p.grad, edge)
+            for key, power in POWERS.items() if state else ():
+                if p in self.state and key in self.state[p]:
+                    factors.power(power).scale_(self.state[p][key], edge)
+
+    def _do_round(self) -> None:
+        if self._round is None:
+            self._round = _Round(self.parameters, {n: self.units.parameters[n] for n in self.parameters}, self.held)
+        self._round.run(self.state)
+
+    # Rescalings by others
+
+    def _find_versions(self) -> list[Version]:
+        return versions(map(local_part, self.parameters.values()))
+
+    def _choose_references(self) -> None:
+        """Remembers the largest entry of every row and every column, in the sense of units."""
+        if self.sharded:
+            return
+        for name, p in self.parameters.items():
+            size = p.detach().abs()
+            numbers = torch.arange(p.numel(), device=p.device).reshape(p.shape)
+            chosen = [_find_largest(size, numbers, ids) for ids in self._ends(name)]
+            index = torch.cat(chosen).unique()
+            self.state[p][REFERENCE[0]] = index
+            self.state[p][REFERENCE[1]] = p.detach().flatten()[index]
+
+    def _ends(self, name: str) -> tuple[Tensor, Tensor]:
+        edge = self.units.parameters[name]
+        return edge.head, edge.tail
+
+    def _remember(self) -> None:
+        if not self.sharded:
+            for p in self.parameters.values():
+                state = self.state[p]
+                torch.index_select(p.detach().reshape(-1), 0, state[REFERENCE[0]], out=state[REFERENCE[1]])
+        if not is_capturing():
+            self._versions = self._find_versions()
+
+    def _are_remembered(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether remembered entries are those of these weights."""
+        states = {name: self.state[self.parameters[name]] for name in weights}
+        return all(REFERENCE[0] in state for state in states.values()) and all(
+            torch.equal(weights[name].reshape(-1)[state[REFERENCE[0]]], state[REFERENCE[1]])
+            for name, state in states.items()
+        )
+
+    def _undo_rescaling(self) -> bool:
+        """Whether all that was done to the weights is a rescaling of units; if so, it is undone in weights
+        and gradients."""
+        if not all(REFERENCE[0] in self.state[p] for p in self.parameters.values()):
+            return False
+        if self._are_remembered({name: p.detach() for name, p in self.parameters.items()}):
+            return True
+        heads, tails, degrees, before, after = [], [], [], [], []
+        for name, p in self.parameters.items():
+            index = self.state[p][REFERENCE[0]].cpu()
+            head, tail = (ids.expand(p.shape).reshape(-1)[index] for ids in self._ends(name))
+            heads.append(head)
+            tails.append(tail)
+            degrees.append(torch.full_like(head, self.units.parameters[name].degree))
+            before.append(self.state[p][REFERENCE[1]].cpu().double())
+            after.append(p.detach().reshape(-1).cpu()[index].double())
+        joined = [torch.cat(each) for each in (heads, tails, degrees, before, after)]
+        factors = _read_factors(*joined, self.held)
+        rounding = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
+        if factors is None or not _agree(factors, *joined, 64 * rounding):
+            return False
+        self._scale(factors.power(-1), state=False)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_versions": None, "_round": None}
+
+
+class _Round:
+    """One round towards the balance, in ordinary precision."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor) -> None:
+        self.parameters = parameters
+        device = local_part(next(iter(parameters.values()))).device
+        cut = {name: cut_edges(edge, shards_of(parameters[name])) for name, edge in edges.items()}
+        self.edges = EdgeTable(cut, device)
+        self.dims = [
+            [[d for d in range(p.dim()) if ids.shape[d] == 1] for ids in (edges[n].head, edges[n].tail)]
+            for n, p in parameters.items()
+        ]
+        self.exact = torch.zeros(len(held), dtype=torch.bool)
+        degree = torch.ones(len(held))
+        ends = [(ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))]
+        for (name, edge), p in zip(edges.items(), parameters.values(), strict=True):
+            degree[edge.tail.flatten()] = degree[edge.tail.flatten()].clamp(min=edge.degree)
+            if p.element_size() < 4:
+                self.exact[edge.head.flatten()] = self.exact[edge.tail.flatten()] = True
+        self.into, self.out = (_list_places(ends, len(held), side, held).to(device) for side in (0, 1))
+        self.degrees = torch.cat(
+            [torch.full((ids.numel(),), float(degree if side else 1)) for ids, degree, side in ends]
+        ).to(device)
+        self.exact, self.degree, self.free = self.exact.to(device), degree.to(device), (~held).to(device)
+        self.sizes = [ids.numel() for ids, _, _ in ends]
+        self._find_held_parts(cut, edges)
+
+    def _find_held_parts(self, cut: Mapping[str, EdgeClasses], edges: Mapping[str, EdgeClasses]) -> None:
+        """Of sharded parameters: where the sums of this rank's parts go, and over which ranks they are added."""
+        self.held_parts: list[Tensor | None] = []
+        self.groups: dict[dist.ProcessGroup, Tensor] = {}
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        start = 0
+        for name, p in self.parameters.items():
+            shards = shards_of(p)
+            for ids in (edges[name].head, edges[name].tail):
+                numbers = EdgeClasses(torch.arange(ids.numel()).reshape(ids.shape), ids)
+                self.held_parts.append(cut_edges(numbers, shards).head.flatten() if shards else None)
+                for shard in shards:
+                    by_group.setdefault(shard.group, []).append(start + torch.arange(ids.numel()))
+                start += ids.numel()
+        device = self.degrees.device
+        self.groups = {group: torch.cat(places).to(device) for group, places in by_group.items()}
+
+    def run(self, state: MutableMapping[Tensor, Any]) -> None:
+        weights = [local_part(p).detach() for p in self.parameters.values()]
+        sums = []
+        for w, dims in zip(weights, self.dims, strict=True):
+            dtype = torch.promote_types(w.dtype, torch.float32)
+            for own in dims:
+                norm = torch.linalg.vector_norm(w, dim=own, dtype=dtype) if own else w.to(dtype).abs()
+                sums.append(norm.square().flatten())
+        total = self._complete(sums) * self.degrees
+        total = torch.cat([total, total.new_zeros(1)])
+        arriving, leaving = total[self.into].sum(1), total[self.out].sum(1)
+        live = self.free & (arriving > 0) & (leaving > 0) & (arriving < torch.inf) & (leaving < torch.inf)
+        ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
+        log = (ratio.log2() / (4 * (1 + self.degree))).clamp(-1, 1)
+        factor = torch.where(self.exact, log.round(), log).exp2()
+        looked_up = self.edges.look_up(factor, factor)
+        for (name, p), w in zip(self.parameters.items(), weights, strict=True):
+            head, tail = looked_up[name]
+            w.mul_(head.to(w.dtype)).div_(tail.to(w.dtype))
+            for key, power in POWERS.items():
+                if key in state.get(p, ()):
+                    kept = local_part(state[p][key])
+                    for _ in range(-power):
+                        kept.div_(head.to(kept.dtype)).mul_(tail.to(kept.dtype))
+
+    def _complete(self, sums: list[Tensor]) -> Tensor:
+        """All sums in one vector, added up over ranks."""
+        if not self.groups:
+            return torch.cat(sums)
+        parts = []
+        for own, held, size in zip(sums, self.held_parts, self.sizes, strict=True):
+            whole = own if held is None else own.new_zeros(size).index_copy(0, held.to(own.device), own)
+            parts.append(whole)
+        total = torch.cat(parts)
+        for group, places in self.groups.items():
+            part = total[places]
+            dist.all_reduce(part, group=group)
+            total[places] = part
+        return total
+
+
+def _list_places(ends: list[tuple[Tensor, int, int]], count: int, side: int, held: Tensor) -> Tensor:
+    """By class, where it stands among the ends of all parameters on one side, filled up with one past the
+    last: sums over rows of one length add up in the same order every time."""
+    classes = torch.cat([ids.flatten() for ids, _, _ in ends])
+    sides = torch.cat([torch.full((ids.numel(),), own) for ids, _, own in ends])
+    places = ((sides == side) & ~held[classes]).nonzero().flatten()
+    order = classes[places].argsort(stable=True)
+    places, owners = places[order], classes[places][order]
+    first = torch.searchsorted(owners, torch.arange(count))
+    position = torch.arange(len(owners)) - first[owners]
+    width = int(position.max()) + 1 if len(owners) else 1
+    table = torch.full((count, width), len(classes))
+    table[owners, position] = places
+    return table
+
+
+def _find_largest(size: Tensor, numbers: Tensor, ids: Tensor) -> Tensor:
+    """The number of the largest entry along the axes on which ids do not change, for each of the others."""
+    dims = [d for d in range(size.dim()) if ids.shape[d] == 1]
+    kept = [d for d in range(size.dim()) if ids.shape[d] > 1]
+    order = (*kept, *dims)
+    rows = 1
+    for d in kept:
+        rows *= size.shape[d]
+    by_row = size.permute(order).reshape(rows, -1)
+    return numbers.permute(order).reshape(rows, -1).gather(1, by_row.argmax(1, keepdim=True))[:, 0]
+
+
+def _read_factors(
+    heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor, held: Tensor
+) -> ClassFactors | None:
+    """The factors of classes that take these entries from before to after, each read off the largest entry
+    that leads from or to a class which is known already; None if signs or zeros have changed."""
+    if bool((before.sign() != after.sign()).any()):
+        return None
+    usable = before != 0
+    quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
+    mantissa, exponent = torch.frexp(quotient)
+    found = ClassFactors(torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64))
+    known = held.clone()
+    while True:
+        for targets, sources in ((heads, tails), (tails, heads)):
+            reached = usable & known[sources] & ~known[targets]
+            if bool(reached.any()):
+                break
+        else:
+            left = (~known).nonzero().flatten()
+            if not len(left):
+                return found
+            known[left[0]] = True  # nothing ties it to a known one: its factor changes no weight
+            continue
+        size = torch.where(reached, before.abs(), -1)
+        best = size.new_full((len(held),), -1).scatter_reduce(0, targets, size, "amax")
+        chosen = (reached & (size == best[targets])).nonzero().flatten()
+        target, source, degree = targets[chosen], sources[chosen], degrees[chosen]
+        m, e = mantissa[chosen], exponent[chosen].long()
+        if targets is heads:
+            m, e = m * found.mantissa[source] ** degree, e + degree * found.exponent[source]
+        else:
+            m, e = found.mantissa[source] / m, found.exponent[source] - e
+            odd = e % degree  # the root of an even power of two is one
+            m, e = (m * torch.exp2(odd.double())) ** (1 / degree), torch.div(e - odd, degree, rounding_mode="floor")
+        m, shift = torch.frexp(m)
+        found.mantissa[target], found.exponent[target] = m, e + shift
+        known[target] = True
+
+
+def _agree(
+    factors: ClassFactors, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor,
+    tolerance: float,
+) -> bool:  # fmt: skip
+    """Whether these factors take all entries from before to after."""
+    log = factors.mantissa.log2() + factors.exponent
+    change = torch.where(before != 0, (after / torch.where(before != 0, before, 1)).log2(), 0)
+    expected = torch.where(before != 0, log[heads] - degrees * log[tails], 0)
+    scale = 1 + log.abs().max()
+    return bool(((change - expected).abs() <= tolerance * scale).all())
