@@ -1,7 +1,9 @@
-"""What a relative step costs: whole training steps of PathMuon and PathAdam beside Muon's and AdamW's.
+"""What a relative step costs: whole training steps of BalancedMuon and PathMuon beside Muon's and AdamW's.
 
 Each eagerly, as in an ordinary loop; with the user's whole step as one CUDA graph; and the optimizer alone,
-eagerly. One run, the methods in turn, medians. Writes results/optim/relative-cost-DEVICE.json.
+eagerly. One run, the methods in turn, medians; and the peak of memory, and the time it takes to make the
+optimizer once the model is traced. Muon is the plain one with the same orthogonalisation. Writes
+results/optim/relative-cost-DEVICE.json.
 
     python -m benchmarks.relative_cost [cpu|cuda]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pathsgd
+from pathsgd._torch import foreach
 from pathsgd.console.devices import device_name
-from pathsgd.console.muon import Muon
+from pathsgd.console.muon import hidden_matrices
 from pathsgd.console.networks import small_image_resnet, stack
 from pathsgd.console.timing import capture, median_us
+from pathsgd.optim.relative.muon import orthogonalize_all
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "optim"
 RATE = 1e-6
-Make = Callable[[nn.Module, Tensor], torch.optim.Optimizer]
+Make = Callable[[nn.Module, pathsgd.PathGraph], torch.optim.Optimizer]
 
 
 def _images(count: int, classes: int = 10) -> tuple[Tensor, Tensor]:
@@ -40,6 +45,28 @@ def _points() -> tuple[Tensor, Tensor]:
 
 def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randint(256, (count, length)), torch.randint(256, (count, length))
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised as ours is, and fused AdamW for what is not a hidden matrix."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        matrices = hidden_matrices(model)
+        chosen = set(map(id, matrices))
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        self.adamw = torch.optim.AdamW(rest, lr, fused=True, capturable=rest[0].is_cuda)
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        foreach("mul_", buffers, 0.95)
+        foreach("add_", buffers, grads)
+        steps = orthogonalize_all(foreach("add", grads, buffers, alpha=0.95))
+        foreach("add_", params, steps, alpha=-self.param_groups[0]["lr"])
+        self.adamw.step()
 
 
 Batch = Callable[[], tuple[Tensor, Tensor]]
@@ -68,14 +95,12 @@ CPU_CASES: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
 
 
 def methods(on_gpu: bool) -> dict[str, Make]:
-    found: dict[str, Make] = {
-        "AdamW, fused": lambda m, x: torch.optim.AdamW(m.parameters(), RATE, fused=True, capturable=on_gpu),
-        "PathAdam": lambda m, x: pathsgd.PathAdam(m, x[:1], RATE, capturable=on_gpu),
-        "PathMuon": lambda m, x: pathsgd.PathMuon(m, x[:1], RATE),
+    return {
+        "AdamW, fused": lambda m, g: torch.optim.AdamW(m.parameters(), RATE, fused=True, capturable=on_gpu),
+        "Muon": lambda m, g: Muon(m, RATE),
+        "PathMuon": lambda m, g: pathsgd.PathMuon(m, g, RATE),
+        "BalancedMuon": lambda m, g: pathsgd.BalancedMuon(m, g, RATE),
     }
-    if on_gpu:  # on a CPU its products in bf16 take minutes
-        found["Muon"] = lambda m, x: Muon(m, RATE, RATE)
-    return found
 
 
 def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[str, float]]:
@@ -83,10 +108,16 @@ def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[s
     build, batch, precision = (CASES | CPU_CASES)[case]
     torch.manual_seed(0)
     x, y = (t.to(device) for t in batch())
-    eager, captured, alone = {}, {}, {}
+    eager, captured, alone, memory, making = {}, {}, {}, {}, {}
+    graph = pathsgd.trace(build().to(device), x[:1])
     for name, make in methods(device.type == "cuda").items():
         model = build().to(device)
-        optimizer = make(model, x)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        began = time.perf_counter()
+        optimizer = make(model, graph)
+        making[name] = (time.perf_counter() - began) * 1e6
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.zero_grad()
@@ -97,12 +128,14 @@ def measure(case: str, device: torch.device, seconds: float) -> dict[str, dict[s
 
         for _ in range(10 if device.type == "cuda" else 2):
             step()
+        memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**20
         eager[name], alone[name] = step, optimizer.step
         if device.type == "cuda":
             captured[name] = capture(step, device)
     ways = {"eager": eager, "alone": alone, "one CUDA graph": captured}
     # Captured last: gradients then lie in the graphs' memory.
-    return {way: median_us(steps, seconds, device) for way, steps in ways.items() if steps}
+    times = {way: median_us(steps, seconds, device) for way, steps in ways.items() if steps}
+    return times | {"making it": making} | ({"MiB": memory} if device.type == "cuda" else {})
 
 
 def main() -> None:
@@ -117,14 +150,10 @@ def main() -> None:
         found[case] = times = measure(case, device, 0.4 if on_gpu else 5)
         print(case)
         for way, own in times.items():
-            text = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in own.items())
-            ratios = [
-                f"{name} to {beside} {own[name] / own[beside]:.2f}"
-                for name in ("PathAdam", "PathMuon")
-                for beside in ("AdamW, fused", "Muon")
-                if beside in own
-            ]
-            print(f"  {way}: {text}; {'; '.join(ratios)}", flush=True)
+            scale, unit = (1, "MiB") if way == "MiB" else (1e3, "ms")
+            text = ", ".join(f"{name} {value / scale:.2f} {unit}" for name, value in own.items())
+            ratio = own["BalancedMuon"] / own["Muon"]
+            print(f"  {way}: {text}; BalancedMuon to Muon {ratio:.3f}", flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"relative-cost-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from .methods import constants_set
 
 VARIANTS: dict[str, str] = {
-    "SHARE 0.5": "set=pathsgd.muon.sizes.SHARE=0.5",
-    # "no upkeep": "set=pathsgd.muon.MODULE.UPKEEP=0",
-    # "two at once": "set=pathsgd.muon.MODULE.SMALL=1,set=pathsgd.muon.MODULE.BETAS=(0.9,0.95)",
-    # "an option of the constructor": "betas=[0.9,0.95]",
+    "no growth": "growth=0.0",
+    "no upkeep": "set=pathsgd.muon.upkeep.MOST=1.0",
+    "no depth rule in a region": "set=pathsgd.optim.relative.depth.SHALLOW=1e9",
+    "no depth rule across norms": "set=pathsgd.optim.relative.depth.SHALLOW_NETWORK=1e9",
+    "no catching up": "set=pathsgd.optim.relative.sizes.SMALL=1e-9",
+    "SHARE 0.01": "set=pathsgd.optim.relative.sizes.SHARE=0.01",
+    "no noise bound": "set=pathsgd.muon.balanced_muon.NOISE=0.0",
+    "rows of one matrix together": "set=pathsgd.optim.relative.blocks.MOST=0",
 }
 """Name in the table: options of the method, see methods.py. Constants are named where they are defined; those
 that are read as a module is imported, as in the default of an argument, keep their value."""

@@ -173,15 +173,15 @@ def find_rows(graph: PathGraph) -> dict[str, Tensor]:
     return found
 
 
-def measure_mu(
-    tensors: Mapping[str, Tensor], p: float, q: float, rows: Mapping[str, Tensor] | None
-) -> float:
+def measure_mu(tensors: Mapping[str, Tensor], p: float, q: float, rows: Mapping[str, Tensor] | None) -> float:
     """``mu_{p,q}`` of stored parameters; ``rows`` is needed if p and q differ. A collective call if they are
     sharded."""
     if not tensors:
         return 0.0
     if p == q or rows is None:
-        norms = [torch.linalg.vector_norm(_whole(t).detach(), p, dtype=torch.float64) for t in tensors.values()]
+        norms = [
+            torch.linalg.vector_norm(_whole(t).detach(), p, dtype=torch.float64) for t in tensors.values()
+        ]
         return float(torch.linalg.vector_norm(torch.stack(norms), p))
     whole = {name: _whole(tensor).detach().double().abs().cpu() for name, tensor in tensors.items()}
     largest = max(float(tensor.max()) for tensor in whole.values() if tensor.numel()) or 1.0

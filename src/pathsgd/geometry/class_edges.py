@@ -141,11 +141,15 @@ class EdgeLayout:
         self._dims = by_head, by_tail
         self._shape = tuple(tensor.shape)
         # Rows into units that are not rescaled stay apart only where a power is taken of their sums.
-        self.free_rows = (self.heads != FIXED).nonzero().flatten() if merge_rows else torch.arange(len(self.heads))
+        self.free_rows = (
+            (self.heads != FIXED).nonzero().flatten() if merge_rows else torch.arange(len(self.heads))
+        )
         self.free_tails = (self.tails != FIXED).nonzero().flatten()
         self.is_changed = bool((self.heads != FIXED).any()) or bool((self.tails != FIXED).any())
 
-    def reduce(self, tensor: Tensor, of_entries: Callable[[Tensor, Tensor, Tensor], Tensor], largest: bool) -> Edges:
+    def reduce(
+        self, tensor: Tensor, of_entries: Callable[[Tensor, Tensor, Tensor], Tensor], largest: bool
+    ) -> Edges:
         """One number for each edge.
 
         Args:
@@ -197,7 +201,9 @@ class EdgeLayout:
             found = _spread(from_fixed, rows[is_free_row[rows]], self.count[0])
             found = _over_ranks(found, groups, largest)[self.free_rows]
             heads = self.heads[self.free_rows]
-            lists.append(self._as_list(found, heads, torch.full_like(heads, FIXED), self.rows[self.free_rows]))
+            lists.append(
+                self._as_list(found, heads, torch.full_like(heads, FIXED), self.rows[self.free_rows])
+            )
         if len(self.free_rows) < self.count[0] and len(self.free_tails):
             merged = [combine(torch.stack(into_fixed), 0)] if into_fixed else []
             found = _spread(merged, columns[free], self.count[1])
@@ -236,7 +242,11 @@ def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
     """The binary exponent of the largest weight of every edge."""
 
     def of_entries(entries: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(entries, math.inf, dim=2).cpu() if entries.shape[2] > 1 else entries[:, :, 0].abs().cpu()
+        return (
+            torch.linalg.vector_norm(entries, math.inf, dim=2).cpu()
+            if entries.shape[2] > 1
+            else entries[:, :, 0].abs().cpu()
+        )
 
     def exponent(x: Tensor) -> Tensor:
         return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
@@ -285,13 +295,17 @@ class ClassFactors:
         if not tensor.numel():
             return
         head, tail = self.exponent[edge.head], edge.degree * self.exponent[edge.tail]
-        if bool((head == 0).all() & (tail == 0).all()) and bool((self.mantissa[edge.head] == 1).all() & (self.mantissa[edge.tail] == 1).all()):
+        if bool((head == 0).all() & (tail == 0).all()) and bool(
+            (self.mantissa[edge.head] == 1).all() & (self.mantissa[edge.tail] == 1).all()
+        ):
             return
         highest = head.max()  # factors may be out of range where their quotients are not
         at_head = self.mantissa[edge.head] * power_of_two(head - highest)
         at_tail = self.mantissa[edge.tail] ** -edge.degree * power_of_two(highest - tail)
         at_head, at_tail = at_head.to(tensor.device), at_tail.to(tensor.device)
-        step = max(1, CHUNK * (64 if tensor.is_cuda else 1) // max(1, tensor[0].numel())) if tensor.dim() else 1
+        step = (
+            max(1, CHUNK * (64 if tensor.is_cuda else 1) // max(1, tensor[0].numel())) if tensor.dim() else 1
+        )
         for start in range(0, len(tensor) if tensor.dim() else 1, step):
             part = tensor[start : start + step] if tensor.dim() else tensor
             own = [x[start : start + step] if x.dim() and len(x) > 1 else x for x in (at_head, at_tail)]

@@ -283,19 +283,23 @@ class _Solver:
     def _minimize(self, t: Tensor) -> Tensor:
         active = self.live | self.fixed
         t = t + self._equalize_layers(self._measure(t, active))[self.layers]
-        least, past = math.inf, _Past()
+        least, best, step, past = math.inf, t, t, _Past()
         for _ in range(ROUNDS):
             flow = self._measure(t, active)
+            total = float(flow.between.logsumexp(0))
+            if total > least + 1e-12:  # too far
+                step, past = step / 2, _Past()
+                t = best + step
+                continue
             gap = torch.where(self.live, flow.leaving - flow.arriving, 0)
             if float(gap.abs().max()) <= TOLERANCE:
                 return t
-            total = float(flow.between.logsumexp(0))
-            if total <= least + 1e-12:
-                t = past.extrapolate(t, self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow))
-            else:
-                t, past = t + gap / (2 * self.order * (1 + self.degree)), _Past()
-            least = min(least, total)
-        raise PathError(f"balance did not converge: arriving and leaving weights still differ by {gap.abs().max():.1e}")
+            least, best = min(least, total), t
+            step = self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow)
+            t = past.extrapolate(t, step)
+        raise PathError(
+            f"balance did not converge: arriving and leaving weights still differ by {gap.abs().max():.1e}"
+        )
 
     def _measure(self, t: Tensor, active: Tensor) -> _Flow:
         edges, p = self.edges, self.p
@@ -312,11 +316,13 @@ class _Solver:
         rows = [own + weight[m.rows] for own, m in zip(rows, edges.matrices, strict=True)]
         single = single + weight[edges.rows]
         columns = [
-            m.sum_columns(at_head[m.heads] + weight[m.rows]) + m.degree * at_tail[m.tails] + math.log(m.degree)
+            m.sum_columns(at_head[m.heads] + weight[m.rows])
+            + m.degree * at_tail[m.tails]
+            + math.log(m.degree)
             for m in edges.matrices
         ]
         values = torch.cat([single, *rows])
-        leaving = torch.cat([single + edges.degrees.log(), *columns])
+        leaving = torch.cat([single + edges.degrees.double().log(), *columns])
         return _Flow(
             _log_sum(values, self.heads, self.count),
             _log_sum(leaving, self.tails, self.count),
@@ -413,6 +419,9 @@ class _Solver:
         into += [m.sum_rows(m.degree * at_tail[m.tails]) for m in edges.matrices]
         out = [edges.values + at_head[edges.heads]]
         out += [m.sum_columns(at_head[m.heads]) for m in edges.matrices]
-        found = _log_sum(torch.cat(into), self.heads, self.count), _log_sum(torch.cat(out), self.tails, self.count)
+        found = (
+            _log_sum(torch.cat(into), self.heads, self.count),
+            _log_sum(torch.cat(out), self.tails, self.count),
+        )
         into_class, out_class = (torch.where(settled, -math.inf, log) for log in found)
         return into_class, out_class

@@ -33,7 +33,8 @@ class UnitTies(UnionFind):
         a, b = (ids.reshape((1,) * (ndim - ids.dim()) + tuple(ids.shape)) for ids in (a, b))
         # What does not change along an axis ties all that the other has there: so neither is expanded.
         a, b = (
-            self.tie_along(ids, [d for d in range(ndim) if other.shape[d] == 1]) for ids, other in ((a, b), (b, a))
+            self.tie_along(ids, [d for d in range(ndim) if other.shape[d] == 1])
+            for ids, other in ((a, b), (b, a))
         )
         self._tie_pairs(*torch.broadcast_tensors(a, b))  # one may be empty
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach
 from pathsgd.errors import PathError
-from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks, shards_of
+from pathsgd.geometry.sharded import Shard, local_part, place_gradients, reduce_over_ranks, shards_of
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example
+from pathsgd.muon.sizes import Sizes
 from pathsgd.muon.upkeep import REFERENCE, Upkeep
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
@@ -33,7 +35,6 @@ from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.default_rate import DefaultRate
 from pathsgd.optim.relative.muon import orthogonalize_all
 from pathsgd.optim.relative.sharded import cut_blocks, on_whole_blocks
-from pathsgd.optim.relative.sizes import SizeTable
 
 GROWTH_BETAS = (0.9, 0.99)
 NOISE = 2.0**10
@@ -206,8 +207,8 @@ class BalancedMuon(Optimizer):
         for name, parameter in self._model.named_parameters():
             if self._known.names.get(id(parameter)) != name:
                 raise PathError(
-                    f"parameter {name!r} is not the one the optimizer was made with (it was replaced or added "
-                    "since, as fully_shard does); make the optimizer again"
+                    f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
+                    "added since, as fully_shard does); make the optimizer again"
                 )
 
     def _is_still(self) -> bool:
@@ -270,21 +271,17 @@ class BalancedMuon(Optimizer):
 
 
 class _Plan:
-    """The step of these parameters: which blocks they have, and where their state lies.
+    """The step of these parameters: the blocks they have, and where their state lies.
 
     Numbers of blocks, such as norms, are kept in one vector for all.
     """
 
     def __init__(self, optimizer: BalancedMuon, moved: list[Tensor]) -> None:
-        self.moved, self.state = moved, optimizer.state
-        self.groups = optimizer.param_groups
-        self.layout = [id(group) for group in self.groups]
+        self.moved, self.state, self.groups = moved, optimizer.state, optimizer.param_groups
+        self.device = local_part(moved[0]).device
         names = optimizer._known.names
         found = find_blocks(optimizer.graph)
-        shards = {names[id(p)]: shards_of(p) for p in moved if id(p) in names}
-        found = cut_blocks(found, shards)
-        self.device = local_part(moved[0]).device
-        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group["params"]}
+        found = cut_blocks(found, {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
         self.blocks: list[Block] = []
         self.parameters: list[Tensor] = []
         """By block."""
@@ -292,43 +289,52 @@ class _Plan:
             own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - len(self.blocks))]
             self.blocks += own
             self.parameters += [p] * len(own)
+        self.shards = [block.shards for block in self.blocks]
+        self.sharded = any(self.shards)
         self.orthogonal = [k for k, block in enumerate(self.blocks) if block.orthogonal]
         self.turning = [k for k, block in enumerate(self.blocks) if block.turns]
-        self.entrywise = [p for p in moved if not _is_orthogonal(p, self.blocks, self.parameters)]
-        self.table = SizeTable(self.blocks, self.device)
-        self.group_of_block = [group_of[id(p)] for p in self.parameters]
-        self.sharded = [block.shards for block in self.blocks]
-
-        def put(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=self.device)
-
-        self.masks = [put([k == own for own in self.group_of_block]) for k in range(len(self.groups))]
-        self.ratios = put([block.ratio for block in self.blocks])
-        self.shares = put([1 / self.blocks[k].share for k in self.turning])
+        self.sizes = Sizes(self.blocks, self.device)
+        self.ratios = self._put([block.ratio for block in self.blocks])
+        self.shares = self._put([1 / self.blocks[k].share for k in self.turning])
         self.turning_index = torch.tensor(self.turning, device=self.device)
+        self._sort_by_group()
         self._make_state()
 
-    def fits(self, moved: list[Tensor]) -> bool:
-        return (
-            len(moved) == len(self.moved)
-            and all(p is q for p, q in zip(moved, self.moved, strict=True))
-            and self.layout == [id(group) for group in self.groups]
+    def _put(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+    def _sort_by_group(self) -> None:
+        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group["params"]}
+        by_block = [group_of[id(p)] for p in self.parameters]
+        self.masks = [self._put([k == own for own in by_block]) for k in range(len(self.groups))]
+        self.in_momentum = [[b for b in self.orthogonal if by_block[b] == k] for k in range(len(self.groups))]
+        orthogonal = {id(self.parameters[k]) for k in self.orthogonal}
+        self.entrywise = [
+            [p for p in self.moved if group_of[id(p)] == k and id(p) not in orthogonal]
+            for k in range(len(self.groups))
+        ]
+        numbers = {id(p): k for k, p in enumerate(p for own in self.entrywise for p in own)}
+        self.step_of_block = torch.tensor(
+            [numbers.get(id(p), -1) for p in self.parameters], device=self.device
         )
 
+    def fits(self, moved: list[Tensor]) -> bool:
+        """Whether it is the step of these parameters."""
+        return len(moved) == len(self.moved) and all(map(operator.is_, moved, self.moved))
+
     def _make_state(self) -> None:
-        """Makes what is not there yet. Numbers of blocks and of parameters become parts of one tensor each."""
-        count = len(self.turning)
-        self.growth = torch.zeros(3, count, dtype=torch.float64, device=self.device)
+        """Makes what is not there yet; numbers of blocks and parameters become parts of one tensor each."""
+        self.growth = self._put([0.0] * 3 * len(self.turning)).view(3, -1)
         start = 0
         for p in dict.fromkeys(self.parameters[k] for k in self.turning):
-            own = sum(self.parameters[k] is p for k in self.turning)
-            part = self.growth[:, start : start + own]
+            part = self.growth[:, start : start + sum(self.parameters[k] is p for k in self.turning)]
             if GROWTH in self.state[p]:
                 part.copy_(self.state[p][GROWTH])
             self.state[p][GROWTH] = part
-            start += own
-        self.steps = torch.zeros(len(self.entrywise), dtype=torch.float64, device=self.device)
-        for k, p in enumerate(self.entrywise):
+            start += part.shape[1]
+        entrywise = [p for own in self.entrywise for p in own]
+        self.steps = self._put([0.0] * len(entrywise))
+        for k, p in enumerate(entrywise):
             state = self.state[p]
             if "exp_avg" not in state:
                 state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -342,104 +348,102 @@ class _Plan:
 
     def _option(self, name: str) -> float | Tensor:
         """An option by block; one number where all groups have the same."""
-        values = [group[name] for group in self.groups]
-        if all(value is values[0] or value == values[0] for value in values if not isinstance(value, Tensor)):
-            if not any(isinstance(value, Tensor) for value in values[1:]):
-                return values[0]
-        return sum((value * mask for value, mask in zip(values, self.masks, strict=True)), torch.zeros_like(self.ratios))
+        first, *others = (group[name] for group in self.groups)
+        if all(value is first or (not isinstance(value, Tensor) and value == first) for value in others):
+            return first
+        return torch.stack(
+            [group[name] * mask for group, mask in zip(self.groups, self.masks, strict=True)]
+        ).sum(0)
 
     def run(self) -> None:
-        grads = {id(p): local_part(p.grad) for p in self.moved}  # type: ignore[arg-type]
-        weights = {id(p): local_part(p).detach() for p in self.moved}
-        wide = {key: w.to(torch.promote_types(w.dtype, torch.float32)) for key, w in weights.items()}
-        ws = [block.of(wide[id(p)]) for block, p in zip(self.blocks, self.parameters, strict=True)]
-        gs = [block.of(grads[id(p)]) for block, p in zip(self.blocks, self.parameters, strict=True)]
-        turning = self.turning_index
-        squares = torch.stack(
-            [_dot(ws, ws), _dot(gs, gs), _dot(gs, ws)]
-        )
-        squares = reduce_over_ranks(squares, self.sharded) if any(self.sharded) else squares
-        norms, gradients, along = squares[0].sqrt(), squares[1].sqrt(), squares[2]
-        size, turns, catch_up = self.table.measure(norms, None)
-        lr = self._option("lr")
-        length = lr * self.ratios * size
-        noise = NOISE * torch.finfo(ws[0].dtype).eps
-        length = torch.where(self.table.find_noise(gradients, noise), 0, length)
-        directions, length = self._find_directions(gs, length)
-        parts = length.to(ws[0].dtype).neg().unbind()
-        steps = foreach("mul", directions, list(parts))
-        foreach("add_", ws, steps)
-        if len(turning):
+        """Takes the step."""
+        local = [local_part(p).detach() for p in self.moved]
+        wide = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in local]
+        ws = self._find_blocks(wide)
+        gs = self._find_blocks(
+            [local_part(p.grad).to(w.dtype) for p, w in zip(self.moved, wide, strict=True)]
+        )  # type: ignore[arg-type]
+        products = self._add_over_ranks(torch.stack([_dot(ws, ws), _dot(gs, gs), _dot(gs, ws)]), self.shards)
+        norms, gradients = products[:2].sqrt()
+        size, turns = self.sizes.measure(norms)
+        rounding = NOISE * torch.finfo(ws[0].dtype).eps
+        length = self._option("lr") * self.ratios * size
+        length = torch.where(self.sizes.find_noise(gradients, rounding), 0, length)
+        directions = self._orthogonalize(gs)
+        length = self._find_entrywise(directions, gs, length)
+        foreach("add_", ws, foreach("mul", directions, list(length.neg().to(ws[0].dtype).unbind())))
+        if self.turning:
+            index = self.turning_index
             turned = [ws[k] for k in self.turning]
-            new = _dot(turned, turned)
-            if any(self.sharded):
-                new = reduce_over_ranks(new, [self.sharded[k] for k in self.turning])
-            old, new = norms[turning], new.sqrt()
-            grow = self._grow(along[turning], noise * gradients[turning], lr, catch_up[turning])
-            kept = turns[turning] & (old > 0) & (new > 0)
-            factors = torch.where(kept, grow * old / torch.where(kept, new, 1), 1)
+            new = self._add_over_ranks(_dot(turned, turned), [self.shards[k] for k in self.turning]).sqrt()
+            growth = self._grow(products[2, index], rounding * gradients[index])
+            kept = turns[index] & (new > 0)
+            factors = torch.where(kept, growth * norms[index] / torch.where(kept, new, 1), 1)
             foreach("mul_", turned, list(factors.to(ws[0].dtype).unbind()))
-        for key, w in weights.items():
-            if wide[key] is not w:
-                w.copy_(wide[key])
+        for w, new_w in zip(local, wide, strict=True):
+            if w is not new_w:
+                w.copy_(new_w)
 
-    def _find_directions(self, gs: list[Tensor], length: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The direction of every block, and how far to go in it."""
-        found: list[Tensor] = list(gs)
-        for group in self.groups:
-            own = [k for k in self.orthogonal if self.groups[self.group_of_block[k]] is group]
+    def _find_blocks(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The parts of tensors, one for each parameter, that are blocks."""
+        by_parameter = {id(p): tensor for p, tensor in zip(self.moved, tensors, strict=True)}
+        return [block.of(by_parameter[id(p)]) for block, p in zip(self.blocks, self.parameters, strict=True)]
+
+    def _add_over_ranks(self, sums: Tensor, shards: Sequence[tuple[Shard, ...]]) -> Tensor:
+        return reduce_over_ranks(sums, shards) if self.sharded else sums
+
+    def _orthogonalize(self, gs: list[Tensor]) -> list[Tensor]:
+        """The direction of every block that is orthogonalised, with root mean square 1; the others' are left
+        as they are."""
+        found = list(gs)
+        for group, own in zip(self.groups, self.in_momentum, strict=True):
             if not own:
                 continue
-            grads = [gs[k].to(torch.promote_types(gs[k].dtype, torch.float32)) for k in own]
+            grads = [gs[k] for k in own]
             buffers = [
                 self.blocks[k].of(local_part(self.state[self.parameters[k]]["momentum_buffer"])) for k in own
             ]
             foreach("mul_", buffers, group["momentum"])
             foreach("add_", buffers, grads)
-            ds = foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
-            for k, d in zip(own, ds, strict=True):
-                found[k] = d
+            moments = (
+                foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+            )
+            for k, moment in zip(own, moments, strict=True):
+                found[k] = moment
         blocks = [self.blocks[k] for k in self.orthogonal]
-        ds = on_whole_blocks(blocks, [found[k] for k in self.orthogonal], orthogonalize_all)
-        for k, d in zip(self.orthogonal, ds, strict=True):
+        moments = [found[k] for k in self.orthogonal]
+        for k, d in zip(self.orthogonal, on_whole_blocks(blocks, moments, orthogonalize_all), strict=True):
             found[k] = d
-        return self._find_entrywise(found, length)
+        return found
 
-    def _find_entrywise(self, found: list[Tensor], length: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Adam's direction of all other blocks."""
-        if not self.entrywise:
-            return found, length
+    def _find_entrywise(self, directions: list[Tensor], gs: list[Tensor], length: Tensor) -> Tensor:
+        """Adam's direction of all other blocks, in place; and the lengths with its corrections."""
         self.steps += 1
-        numbers = {id(p): k for k, p in enumerate(self.entrywise)}
-        directions: dict[int, Tensor] = {}
-        correction = torch.ones_like(length)
-        for index, group in enumerate(self.groups):
-            own = [p for p in group["params"] if id(p) in numbers]
+        corrected = length
+        for group, own, mask in zip(self.groups, self.entrywise, self.masks, strict=True):
             if not own:
                 continue
             first, second = group["betas"]
-            grads = [local_part(p.grad) for p in own]  # type: ignore[arg-type]
-            means = [local_part(self.state[p]["exp_avg"]) for p in own]
-            squares = [local_part(self.state[p]["exp_avg_sq"]) for p in own]
+            means, squares = (
+                [local_part(self.state[p][key]) for p in own] for key in ("exp_avg", "exp_avg_sq")
+            )
+            grads = [local_part(p.grad).to(mean.dtype) for p, mean in zip(own, means, strict=True)]  # type: ignore[arg-type]
             foreach("lerp_", means, grads, 1 - first)
             foreach("mul_", squares, second)
             foreach("addcmul_", squares, grads, grads, 1 - second)
             sizes = foreach("sqrt", squares)
             foreach("add_", sizes, group["eps"])
-            for p, d in zip(own, foreach("div", means, sizes), strict=True):
-                directions[id(p)] = d
-            own_steps = self.steps[[numbers[id(p)] for p in own]]
-            scale = (1 - second**own_steps).sqrt() / (1 - first**own_steps)
-            places = [k for k, p in enumerate(self.parameters) if any(p is q for q in own)]
-            at = {id(p): k for k, p in enumerate(own)}
-            correction[places] = scale[[at[id(self.parameters[k])] for k in places]]
-        for k, (block, p) in enumerate(zip(self.blocks, self.parameters, strict=True)):
-            if id(p) in directions:
-                found[k] = block.of(directions[id(p)]).to(found[k].dtype)
-        return found, length * correction
+            found = {id(p): d for p, d in zip(own, foreach("div", means, sizes), strict=True)}
+            for k, (block, p) in enumerate(zip(self.blocks, self.parameters, strict=True)):
+                if id(p) in found:
+                    directions[k] = block.of(found[id(p)]).to(gs[k].dtype)
+            correction = (1 - second**self.steps).sqrt() / (1 - first**self.steps)
+            here = (mask > 0) & (self.step_of_block >= 0)
+            corrected = torch.where(here, length * correction[self.step_of_block], corrected)
+        return corrected
 
-    def _grow(self, along: Tensor, noise: Tensor, lr: float | Tensor, catch_up: Tensor) -> Tensor:
-        """The factors by which norms grow."""
+    def _grow(self, along: Tensor, noise: Tensor) -> Tensor:
+        """The factors by which norms grow, from ``<G, W>``."""
         first, second, steps = self.growth
         steps += 1
         first.lerp_(along, 1 - GROWTH_BETAS[0])
@@ -447,14 +451,11 @@ class _Plan:
         mean = first / (1 - GROWTH_BETAS[0] ** steps)
         size = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
         direction = torch.where(size > 0, -mean / torch.where(size > 0, size, 1), 0)
-        speed = torch.where(catch_up > 1, catch_up, self.shares)
-
-        def of_turning(option: float | Tensor) -> float | Tensor:
-            return option[self.turning_index] if isinstance(option, Tensor) and option.dim() else option
-
-        rate = of_turning(lr)
-        factor = torch.exp(rate * of_turning(self._option("growth")) * speed * direction)
-        return factor * (1 - rate * of_turning(self._option("weight_decay")))
+        lr, growth, decay = (
+            option[self.turning_index] if isinstance(option, Tensor) and option.dim() else option
+            for option in map(self._option, ("lr", "growth", "weight_decay"))
+        )
+        return torch.exp(lr * growth * self.shares * direction) * (1 - lr * decay)
 
 
 def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
@@ -464,14 +465,8 @@ def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     ).double()
 
 
-def _is_orthogonal(p: Tensor, blocks: Sequence[Block], parameters: Sequence[Tensor]) -> bool:
-    return all(block.orthogonal for block, own in zip(blocks, parameters, strict=True) if own is p)
-
-
 def _make_stray(p: Tensor, family: int) -> Block:
     """A parameter that is not the model's: it takes relative steps in Adam's direction."""
     shape = tuple(p.shape)
     nothing = torch.zeros(1, dtype=torch.int64)
-    return Block(
-        "", shape, 0, 0, shape[0] if shape else 1, family, False, 1.0, 1.0, False, nothing, nothing
-    )
+    return Block("", shape, 0, 0, shape[0] if shape else 1, family, False, 1.0, 1.0, False, nothing, nothing)

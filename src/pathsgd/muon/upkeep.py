@@ -1,7 +1,7 @@
 """Keeps a network balanced while it is trained.
 
 Relative steps do not hold the scale of a unit, so every few steps units are moved towards the balance again,
-by one round: what leads into each and what leads out of it get closer in norm. State is rescaled with weights.
+by one round: what leads into each and what leads out of it get closer in norm. State follows the weights.
 
 A rescaling by others is undone, since balancing again would not: one round a step lags the minimum a little.
 For that one entry of every row and column of every parameter is remembered, with its value.
@@ -9,6 +9,7 @@ For that one entry of every row and column of every parameter is remembered, wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -49,7 +50,11 @@ class Upkeep:
     """
 
     def __init__(
-        self, graph: PathGraph, model: nn.Module, owned: Mapping[str, Tensor], state: MutableMapping[Tensor, Any]
+        self,
+        graph: PathGraph,
+        model: nn.Module,
+        owned: Mapping[str, Tensor],
+        state: MutableMapping[Tensor, Any],
     ) -> None:
         self.graph, self.state = graph, state
         self._model_tensors = ModelTensors(model)
@@ -80,7 +85,9 @@ class Upkeep:
 
     def start(self) -> None:
         """Balances the model and whatever gradients and state there are."""
-        self._before = {} if self.state else {n: local_part(p).detach().clone() for n, p in self.parameters.items()}
+        self._before = (
+            {} if self.state else {n: local_part(p).detach().clone() for n, p in self.parameters.items()}
+        )
         self._balance()
 
     def resume(self) -> None:
@@ -106,6 +113,9 @@ class Upkeep:
         self._check_structure()
         if is_capturing():
             return
+        if self._round is None:
+            edges = {name: self.units.parameters[name] for name in self.parameters}
+            self._round = _Round(self.parameters, edges, self.held)
         self._before = {}
         now = self._find_versions()
         if now == self._versions:
@@ -120,7 +130,8 @@ class Upkeep:
         if not is_still:
             self.steps += 1
             if is_capturing() or self.steps % EVERY == 0:
-                self._do_round()
+                assert self._round is not None
+                self._round.run(self.state)
         self._remember()
 
     def _check_structure(self) -> None:
@@ -156,11 +167,6 @@ class Upkeep:
             for key, power in POWERS.items() if state else ():
                 if p in self.state and key in self.state[p]:
                     factors.power(power).scale_(self.state[p][key], edge)
-
-    def _do_round(self) -> None:
-        if self._round is None:
-            self._round = _Round(self.parameters, {n: self.units.parameters[n] for n in self.parameters}, self.held)
-        self._round.run(self.state)
 
     # Rescalings by others
 
@@ -230,7 +236,9 @@ class Upkeep:
 class _Round:
     """One round towards the balance, in ordinary precision."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor
+    ) -> None:
         self.parameters = parameters
         device = local_part(next(iter(parameters.values()))).device
         cut = {name: cut_edges(edge, shards_of(parameters[name])) for name, edge in edges.items()}
@@ -241,8 +249,10 @@ class _Round:
         ]
         self.exact = torch.zeros(len(held), dtype=torch.bool)
         degree = torch.ones(len(held))
-        ends = [(ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))]
-        for (name, edge), p in zip(edges.items(), parameters.values(), strict=True):
+        ends = [
+            (ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))
+        ]
+        for edge, p in zip(edges.values(), parameters.values(), strict=True):
             degree[edge.tail.flatten()] = degree[edge.tail.flatten()].clamp(min=edge.degree)
             if p.element_size() < 4:
                 self.exact[edge.head.flatten()] = self.exact[edge.tail.flatten()] = True
@@ -255,7 +265,7 @@ class _Round:
         self._find_held_parts(cut, edges)
 
     def _find_held_parts(self, cut: Mapping[str, EdgeClasses], edges: Mapping[str, EdgeClasses]) -> None:
-        """Of sharded parameters: where the sums of this rank's parts go, and over which ranks they are added."""
+        """Of sharded parameters: where the sums of this rank go, and over which ranks they are added up."""
         self.held_parts: list[Tensor | None] = []
         self.groups: dict[dist.ProcessGroup, Tensor] = {}
         by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -284,7 +294,7 @@ class _Round:
         arriving, leaving = total[self.into].sum(1), total[self.out].sum(1)
         live = self.free & (arriving > 0) & (leaving > 0) & (arriving < torch.inf) & (leaving < torch.inf)
         ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
-        log = (ratio.log2() / (4 * (1 + self.degree))).clamp(-1, 1)
+        log = (ratio.log2() / (4 * (1 + self.degree))).clamp(-math.log2(MOST), math.log2(MOST))
         factor = torch.where(self.exact, log.round(), log).exp2()
         looked_up = self.edges.look_up(factor, factor)
         for (name, p), w in zip(self.parameters.items(), weights, strict=True):
@@ -350,7 +360,9 @@ def _read_factors(
     usable = before != 0
     quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
     mantissa, exponent = torch.frexp(quotient)
-    found = ClassFactors(torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64))
+    found = ClassFactors(
+        torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
+    )
     known = held.clone()
     while True:
         for targets, sources in ((heads, tails), (tails, heads)):
@@ -373,7 +385,10 @@ def _read_factors(
         else:
             m, e = found.mantissa[source] / m, found.exponent[source] - e
             odd = e % degree  # the root of an even power of two is one
-            m, e = (m * torch.exp2(odd.double())) ** (1 / degree), torch.div(e - odd, degree, rounding_mode="floor")
+            m, e = (
+                (m * torch.exp2(odd.double())) ** (1 / degree),
+                torch.div(e - odd, degree, rounding_mode="floor"),
+            )
         m, shift = torch.frexp(m)
         found.mantissa[target], found.exponent[target] = m, e + shift
         known[target] = True
