@@ -72,6 +72,7 @@ class Muon(torch.optim.Optimizer):
 Batch = Callable[[], tuple[Tensor, Tensor]]
 IMAGES: Batch = functools.partial(_images, 128)
 CASES: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
+    "784-256-256-10, batch 100, tf32": (functools.partial(stack, 784, 256, 256, 10), _points, "tf32"),
     "ResNet-18, 32x32, batch 128, tf32": (small_image_resnet, IMAGES, "tf32"),
     "VGG of 48 channels, batch 128, tf32": (NETWORKS["vgg-48"].build, IMAGES, "tf32"),
     "MLP 3 x 2048, batch 128, tf32": (NETWORKS["mlp-2048x3"].build, IMAGES, "tf32"),

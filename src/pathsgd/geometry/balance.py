@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
@@ -22,7 +23,7 @@ from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.least_mu import find_least_mu
 from pathsgd.geometry.norms import group_norm
 from pathsgd.geometry.rescale import apply_factors
-from pathsgd.geometry.sharded import local_part
+from pathsgd.geometry.sharded import local_part, reduce_over_ranks, shards_of
 from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
@@ -96,10 +97,14 @@ def check_orders(p: float, q: float) -> None:
 
 
 def check_finite(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-    """Refuses nan and inf, by the name of their parameter."""
-    for name in names:
-        largest = torch.linalg.vector_norm(local_part(tensors[name]).detach(), math.inf)
-        if not math.isfinite(largest):
+    """Refuses nan and inf, by the name of their parameter: on all ranks, if one of them holds it."""
+    chosen = {name: tensors[name] for name in names}
+    bad = [float(not bool(local_part(t).detach().isfinite().all())) for t in chosen.values()]
+    shards = [shards_of(t) for t in chosen.values()]
+    on_gpu = any(dist.get_backend(shard.group) == "nccl" for own in shards for shard in own)
+    found = reduce_over_ranks(torch.tensor(bad, device="cuda" if on_gpu else "cpu"), shards, largest=True)
+    for name, is_bad in zip(chosen, found.tolist(), strict=True):
+        if is_bad:
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
 
 

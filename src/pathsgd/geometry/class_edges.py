@@ -71,6 +71,12 @@ class Matrix:
         local = (self.values + self.at_tails(at_tails)).amax(1) if self.values.numel() else empty
         return self.complete(local, 0, largest=True)
 
+    def find_largest_by_tail(self, at_heads: Tensor) -> Tensor:
+        """The largest ``value + at_head`` over heads, by tail; of integers."""
+        empty = self.values.new_full((self.values.shape[1],), ZERO)
+        local = (self.values + self.at_heads(at_heads)[:, None]).amax(0) if self.values.numel() else empty
+        return self.complete(local, 1, largest=True)
+
     def at_tails(self, by_tail: Tensor) -> Tensor:
         """Of values by tail, those of the columns that this rank holds."""
         return by_tail if self.held is None else by_tail[self.held[1]]
@@ -168,7 +174,11 @@ class EdgeLayout:
             kept = (self.heads != self.tails) | (self.degree != 1)
             return self._as_list(found[kept], self.heads[kept], self.tails[kept], self.rows[kept])
         rows, columns = (self._held(dims) for dims in self._dims)
-        view = local_part(tensor).detach().permute(self.order).reshape(len(rows), len(columns), -1)
+        view = local_part(tensor).detach().permute(self.order)
+        others = math.prod(view.shape[len(self._dims[0]) + len(self._dims[1]) :])
+        view = view.reshape(len(rows), len(columns), others)
+        if not others:  # there are more ranks than rows; a zero counts for nothing
+            view = view.new_zeros(len(rows), len(columns), 1)
         free = torch.isin(columns, self.free_tails)
         free_columns, fixed_columns = _as_index(free), _as_index(~free)
         is_free_row = torch.isin(torch.arange(self.count[0]), self.free_rows)
@@ -176,18 +186,17 @@ class EdgeLayout:
         for part, held in _chunks(view, rows):
             numbers = of_entries(part, held, columns)
             own = is_free_row[held]
-            if bool(own.any()):
-                chosen = numbers[_as_index(own)]
-                between.append(chosen[:, free_columns])
-                if not bool(free.all()):
-                    from_fixed.append(combine(chosen[:, fixed_columns], 1))
+            chosen = numbers[_as_index(own)]
+            between.append(chosen[:, free_columns])
+            if not bool(free.all()):
+                from_fixed.append(combine(chosen[:, fixed_columns], 1))
             if not bool(own.all()):
                 into_fixed.append(combine(numbers[_as_index(~own)], 0)[free_columns])
         groups = tuple(shard.group for shard in self.shards)
         matrices = []
         lists = []
         if len(self.free_rows) and len(self.free_tails):
-            values = torch.cat(between) if between else torch.zeros(0, int(free.sum()))
+            values = torch.cat(between)
             heads, tails = self.heads[self.free_rows], self.tails[self.free_tails]
             matrix = Matrix(values, heads, tails, self.degree, self.rows[self.free_rows])
             if self.shards:
@@ -291,14 +300,15 @@ class ClassFactors:
     def scale_(self, tensor: Tensor, edge: EdgeClasses) -> None:
         """Multiplies every entry of a parameter, or of what is shaped as one, by ``factor(head) /
         factor(tail)^degree``, in fp64."""
+        # Whether it is written at all is the same on all ranks: an optimizer looks for writes.
+        ends = edge.head, edge.tail
+        if all(bool((self.exponent[ids] == 0).all() & (self.mantissa[ids] == 1).all()) for ids in ends):
+            return
         edge, tensor = cut_edges(edge, shards_of(tensor)), local_part(tensor).detach()
         if not tensor.numel():
+            tensor.zero_()
             return
         head, tail = self.exponent[edge.head], edge.degree * self.exponent[edge.tail]
-        if bool((head == 0).all() & (tail == 0).all()) and bool(
-            (self.mantissa[edge.head] == 1).all() & (self.mantissa[edge.tail] == 1).all()
-        ):
-            return
         highest = head.max()  # factors may be out of range where their quotients are not
         at_head = self.mantissa[edge.head] * power_of_two(head - highest)
         at_tail = self.mantissa[edge.tail] ** -edge.degree * power_of_two(highest - tail)

@@ -135,8 +135,7 @@ def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
         new, old = ~known[matrix.tails], known[matrix.heads]
         if bool(new.any()) and bool(old.any()):
             at_head = torch.where(old, exponents[matrix.heads], ZERO)
-            found = (matrix.values + matrix.at_heads(at_head)[:, None]).amax(0)
-            found = matrix.complete(found, 1, largest=True)
+            found = matrix.find_largest_by_tail(at_head)
             if _learn(exponents, known, matrix.tails, torch.where(new, found, ZERO), matrix.degree):
                 return True
     usable = ~known[edges.tails] & known[edges.heads]
@@ -292,11 +291,13 @@ class _Solver:
                 t = best + step
                 continue
             gap = torch.where(self.live, flow.leaving - flow.arriving, 0)
-            if float(gap.abs().max()) <= TOLERANCE:
+            if float(gap.abs().max()) <= TOLERANCE + 1e-15 * self.order * float(t.abs().max()):
                 return t
             least, best = min(least, total), t
             step = self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow)
             t = past.extrapolate(t, step)
+        if float(gap.abs().max()) <= 1e-9:
+            return best
         raise PathError(
             f"balance did not converge: arriving and leaving weights still differ by {gap.abs().max():.1e}"
         )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach
 from pathsgd.errors import PathError
-from pathsgd.geometry.sharded import Shard, local_part, place_gradients, reduce_over_ranks, shards_of
+from pathsgd.geometry.devices import has_triton
+from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks, shards_of
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example
 from pathsgd.muon.sizes import Sizes
@@ -35,6 +36,9 @@ from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.default_rate import DefaultRate
 from pathsgd.optim.relative.muon import orthogonalize_all
 from pathsgd.optim.relative.sharded import cut_blocks, on_whole_blocks
+
+if TYPE_CHECKING:
+    from pathsgd.muon.gpu.step import KernelStep
 
 GROWTH_BETAS = (0.9, 0.99)
 NOISE = 2.0**10
@@ -166,7 +170,7 @@ class BalancedMuon(Optimizer):
             self._known.names[id(p)]: p for group in self.param_groups for p in group["params"]
             if id(p) in self._known.names
         }  # fmt: skip
-        self._upkeep = Upkeep(self.graph, self._model, owned, self.state)
+        self._upkeep = Upkeep(self.graph, self._model, owned, self.state, self.param_groups)
         self._upkeep.start()
         return self._upkeep
 
@@ -267,13 +271,14 @@ class BalancedMuon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.__dict__.get("_upkeep") is not None:
-            self._upkeep.connect(self.state)  # type: ignore[union-attr]
+            self._upkeep.connect(self.state, self.param_groups)  # type: ignore[union-attr]
 
 
 class _Plan:
     """The step of these parameters: the blocks they have, and where their state lies.
 
-    Numbers of blocks, such as norms, are kept in one vector for all.
+    A block is a parameter, or the rows of one that are used together. Numbers of blocks, such as norms, are
+    kept in one vector for all, in fp64.
     """
 
     def __init__(self, optimizer: BalancedMuon, moved: list[Tensor]) -> None:
@@ -283,190 +288,161 @@ class _Plan:
         found = find_blocks(optimizer.graph)
         found = cut_blocks(found, {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
         self.blocks: list[Block] = []
-        self.parameters: list[Tensor] = []
-        """By block."""
-        for p in moved:
-            own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - len(self.blocks))]
+        self.owners: list[int] = []
+        """By block, the number of its parameter in ``moved``."""
+        for k, p in enumerate(moved):
+            own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
             self.blocks += own
-            self.parameters += [p] * len(own)
+            self.owners += [k] * len(own)
         self.shards = [block.shards for block in self.blocks]
-        self.sharded = any(self.shards)
         self.orthogonal = [k for k, block in enumerate(self.blocks) if block.orthogonal]
-        self.turning = [k for k, block in enumerate(self.blocks) if block.turns]
+        chosen = {self.owners[k] for k in self.orthogonal}
+        self.matrices = [k for k in range(len(moved)) if k in chosen]
+        self.others = [k for k in range(len(moved)) if k not in chosen]
+        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group["params"]}
+        self.group_of = [group_of[id(p)] for p in moved]
+        self.masks = [
+            self._put([self.group_of[owner] == k for owner in self.owners]) for k in range(len(self.groups))
+        ]
         self.sizes = Sizes(self.blocks, self.device)
         self.ratios = self._put([block.ratio for block in self.blocks])
-        self.shares = self._put([1 / self.blocks[k].share for k in self.turning])
-        self.turning_index = torch.tensor(self.turning, device=self.device)
-        self._sort_by_group()
+        self.shares = self._put([1 / block.share for block in self.blocks])
+        self.numel = self._put([block.numel for block in self.blocks])
+        self.is_orthogonal = self._put([block.orthogonal for block in self.blocks]) > 0
         self._make_state()
+        self.kernels: KernelStep | None = None
+        if self.device.type == "cuda" and has_triton():
+            from pathsgd.muon.gpu.step import KernelStep
+
+            self.kernels = KernelStep(self)
 
     def _put(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
-
-    def _sort_by_group(self) -> None:
-        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group["params"]}
-        by_block = [group_of[id(p)] for p in self.parameters]
-        self.masks = [self._put([k == own for own in by_block]) for k in range(len(self.groups))]
-        self.in_momentum = [[b for b in self.orthogonal if by_block[b] == k] for k in range(len(self.groups))]
-        orthogonal = {id(self.parameters[k]) for k in self.orthogonal}
-        self.entrywise = [
-            [p for p in self.moved if group_of[id(p)] == k and id(p) not in orthogonal]
-            for k in range(len(self.groups))
-        ]
-        numbers = {id(p): k for k, p in enumerate(p for own in self.entrywise for p in own)}
-        self.step_of_block = torch.tensor(
-            [numbers.get(id(p), -1) for p in self.parameters], device=self.device
-        )
 
     def fits(self, moved: list[Tensor]) -> bool:
         """Whether it is the step of these parameters."""
         return len(moved) == len(self.moved) and all(map(operator.is_, moved, self.moved))
 
     def _make_state(self) -> None:
-        """Makes what is not there yet; numbers of blocks and parameters become parts of one tensor each."""
-        self.growth = self._put([0.0] * 3 * len(self.turning)).view(3, -1)
-        start = 0
-        for p in dict.fromkeys(self.parameters[k] for k in self.turning):
-            part = self.growth[:, start : start + sum(self.parameters[k] is p for k in self.turning)]
-            if GROWTH in self.state[p]:
-                part.copy_(self.state[p][GROWTH])
-            self.state[p][GROWTH] = part
-            start += part.shape[1]
-        entrywise = [p for own in self.entrywise for p in own]
-        self.steps = self._put([0.0] * len(entrywise))
-        for k, p in enumerate(entrywise):
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            if "step" in state:
-                self.steps[k].copy_(state["step"])
-            state["step"] = self.steps[k]
-        for k in self.orthogonal:
-            state = self.state[self.parameters[k]]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(self.parameters[k])
-
-    def _option(self, name: str) -> float | Tensor:
-        """An option by block; one number where all groups have the same."""
-        first, *others = (group[name] for group in self.groups)
-        if all(value is first or (not isinstance(value, Tensor) and value == first) for value in others):
-            return first
-        return torch.stack(
-            [group[name] * mask for group, mask in zip(self.groups, self.masks, strict=True)]
-        ).sum(0)
+        """Makes what is not there yet; the numbers of all blocks' growth become parts of one tensor."""
+        self.growth = self._put([0.0] * 3 * len(self.blocks)).view(3, -1)
+        for k, p in enumerate(self.moved):
+            state, start = self.state[p], self.owners.index(k)
+            part = self.growth[:, start : start + self.owners.count(k)]
+            if GROWTH in state:
+                part.copy_(state[GROWTH])
+            state[GROWTH] = part
+            for key in ("momentum_buffer",) if k in self.matrices else ("exp_avg", "exp_avg_sq"):
+                if key not in state:
+                    state[key] = torch.zeros_like(p)
 
     def run(self) -> None:
         """Takes the step."""
+        if self.kernels is not None and self.kernels.run():
+            return
         local = [local_part(p).detach() for p in self.moved]
         wide = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in local]
-        ws = self._find_blocks(wide)
-        gs = self._find_blocks(
-            [local_part(p.grad).to(w.dtype) for p, w in zip(self.moved, wide, strict=True)]
-        )  # type: ignore[arg-type]
-        products = self._add_over_ranks(torch.stack([_dot(ws, ws), _dot(gs, gs), _dot(gs, ws)]), self.shards)
-        norms, gradients = products[:2].sqrt()
-        size, turns = self.sizes.measure(norms)
-        rounding = NOISE * torch.finfo(ws[0].dtype).eps
-        length = self._option("lr") * self.ratios * size
-        length = torch.where(self.sizes.find_noise(gradients, rounding), 0, length)
-        directions = self._orthogonalize(gs)
-        length = self._find_entrywise(directions, gs, length)
-        foreach("add_", ws, foreach("mul", directions, list(length.neg().to(ws[0].dtype).unbind())))
-        if self.turning:
-            index = self.turning_index
-            turned = [ws[k] for k in self.turning]
-            new = self._add_over_ranks(_dot(turned, turned), [self.shards[k] for k in self.turning]).sqrt()
-            growth = self._grow(products[2, index], rounding * gradients[index])
-            kept = turns[index] & (new > 0)
-            factors = torch.where(kept, growth * norms[index] / torch.where(kept, new, 1), 1)
-            foreach("mul_", turned, list(factors.to(ws[0].dtype).unbind()))
-        for w, new_w in zip(local, wide, strict=True):
-            if w is not new_w:
-                w.copy_(new_w)
+        grads = [local_part(p.grad).to(w.dtype) for p, w in zip(self.moved, wide, strict=True)]  # type: ignore[arg-type]
+        ws, gs = self._cut(wide), self._cut(grads)
+        ds = self._find_directions(grads)
+        pairs = ((ws, ws), (gs, gs), (gs, ws), (ws, ds), (ds, ds))
+        products = torch.stack([_multiply(xs, ys) for xs, ys in pairs])
+        if any(self.shards):
+            products = reduce_over_ranks(products, self.shards)
+        length, factor = self.decide(products, torch.finfo(ws[0].dtype).eps)
+        foreach("add_", ws, foreach("mul", ds, list(length.neg().to(ws[0].dtype).unbind())))
+        foreach("mul_", ws, list(factor.to(ws[0].dtype).unbind()))
+        for w, new in zip(local, wide, strict=True):
+            if w is not new:
+                w.copy_(new)
 
-    def _find_blocks(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The parts of tensors, one for each parameter, that are blocks."""
-        by_parameter = {id(p): tensor for p, tensor in zip(self.moved, tensors, strict=True)}
-        return [block.of(by_parameter[id(p)]) for block, p in zip(self.blocks, self.parameters, strict=True)]
+    def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The blocks of tensors, of which there is one for each parameter."""
+        return [block.of(tensors[owner]) for block, owner in zip(self.blocks, self.owners, strict=True)]
 
-    def _add_over_ranks(self, sums: Tensor, shards: Sequence[tuple[Shard, ...]]) -> Tensor:
-        return reduce_over_ranks(sums, shards) if self.sharded else sums
-
-    def _orthogonalize(self, gs: list[Tensor]) -> list[Tensor]:
-        """The direction of every block that is orthogonalised, with root mean square 1; the others' are left
-        as they are."""
-        found = list(gs)
-        for group, own in zip(self.groups, self.in_momentum, strict=True):
-            if not own:
-                continue
-            grads = [gs[k] for k in own]
-            buffers = [
-                self.blocks[k].of(local_part(self.state[self.parameters[k]]["momentum_buffer"])) for k in own
-            ]
-            foreach("mul_", buffers, group["momentum"])
-            foreach("add_", buffers, grads)
-            moments = (
-                foreach("add", grads, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
-            )
-            for k, moment in zip(own, moments, strict=True):
-                found[k] = moment
+    def _find_directions(self, grads: list[Tensor]) -> list[Tensor]:
+        """The direction of every block: momentum, orthogonalised; or Adam's without its corrections."""
+        found: list[Tensor] = list(grads)
+        for number, group in enumerate(self.groups):
+            own = [k for k in self.matrices if self.group_of[k] == number]
+            if own:
+                buffers, gs = self._find_state(own, "momentum_buffer"), [grads[k] for k in own]
+                foreach("mul_", buffers, group["momentum"])
+                foreach("add_", buffers, gs)
+                ds = foreach("add", gs, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+                for k, d in zip(own, ds, strict=True):
+                    found[k] = d
+            own = [k for k in self.others if self.group_of[k] == number]
+            if own:
+                first, second = group["betas"]
+                means, squares = self._find_state(own, "exp_avg"), self._find_state(own, "exp_avg_sq")
+                gs = [grads[k].to(mean.dtype) for k, mean in zip(own, means, strict=True)]
+                foreach("lerp_", means, gs, 1 - first)
+                foreach("mul_", squares, second)
+                foreach("addcmul_", squares, gs, gs, 1 - second)
+                roots = foreach("sqrt", squares)
+                foreach("add_", roots, group["eps"])
+                for k, d in zip(own, foreach("div", means, roots), strict=True):
+                    found[k] = d.to(grads[k].dtype)
+        ds = self._cut(found)
         blocks = [self.blocks[k] for k in self.orthogonal]
-        moments = [found[k] for k in self.orthogonal]
+        moments = [ds[k] for k in self.orthogonal]
         for k, d in zip(self.orthogonal, on_whole_blocks(blocks, moments, orthogonalize_all), strict=True):
-            found[k] = d
-        return found
+            ds[k] = d
+        return ds
 
-    def _find_entrywise(self, directions: list[Tensor], gs: list[Tensor], length: Tensor) -> Tensor:
-        """Adam's direction of all other blocks, in place; and the lengths with its corrections."""
-        self.steps += 1
-        corrected = length
-        for group, own, mask in zip(self.groups, self.entrywise, self.masks, strict=True):
-            if not own:
-                continue
-            first, second = group["betas"]
-            means, squares = (
-                [local_part(self.state[p][key]) for p in own] for key in ("exp_avg", "exp_avg_sq")
-            )
-            grads = [local_part(p.grad).to(mean.dtype) for p, mean in zip(own, means, strict=True)]  # type: ignore[arg-type]
-            foreach("lerp_", means, grads, 1 - first)
-            foreach("mul_", squares, second)
-            foreach("addcmul_", squares, grads, grads, 1 - second)
-            sizes = foreach("sqrt", squares)
-            foreach("add_", sizes, group["eps"])
-            found = {id(p): d for p, d in zip(own, foreach("div", means, sizes), strict=True)}
-            for k, (block, p) in enumerate(zip(self.blocks, self.parameters, strict=True)):
-                if id(p) in found:
-                    directions[k] = block.of(found[id(p)]).to(gs[k].dtype)
-            correction = (1 - second**self.steps).sqrt() / (1 - first**self.steps)
-            here = (mask > 0) & (self.step_of_block >= 0)
-            corrected = torch.where(here, length * correction[self.step_of_block], corrected)
-        return corrected
+    def _find_state(self, numbers: list[int], key: str) -> list[Tensor]:
+        return [local_part(self.state[self.moved[k]][key]) for k in numbers]
 
-    def _grow(self, along: Tensor, noise: Tensor) -> Tensor:
-        """The factors by which norms grow, from ``<G, W>``."""
+    def decide(self, products: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """How far each block goes in its direction D, and what it is multiplied by then.
+
+        Args:
+            products: ``<W, W>``, ``<G, G>``, ``<G, W>``, ``<W, D>`` and ``<D, D>`` of every block.
+            eps: the rounding of the weights.
+        """
+        norms, gradients = products[:2].sqrt()
+        along, across, square = products[2:]
         first, second, steps = self.growth
         steps += 1
-        first.lerp_(along, 1 - GROWTH_BETAS[0])
-        second.lerp_(along.square() + noise.square(), 1 - GROWTH_BETAS[1])
-        mean = first / (1 - GROWTH_BETAS[0] ** steps)
-        size = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
-        direction = torch.where(size > 0, -mean / torch.where(size > 0, size, 1), 0)
-        lr, growth, decay = (
-            option[self.turning_index] if isinstance(option, Tensor) and option.dim() else option
-            for option in map(self._option, ("lr", "growth", "weight_decay"))
+        correction = (1 - self._option("betas", 1) ** steps).sqrt() / (1 - self._option("betas", 0) ** steps)
+        # Orthogonalised directions have root mean square 1, as Adam's have about.
+        unit = torch.where(
+            self.is_orthogonal, (self.numel / torch.where(square > 0, square, 1)).sqrt(), correction
         )
-        return torch.exp(lr * growth * self.shares * direction) * (1 - lr * decay)
+        lr = self._option("lr")
+        size, turns = self.sizes.measure(norms)
+        length = lr * self.ratios * size * unit
+        length = torch.where(self.sizes.find_noise(gradients, NOISE * eps), 0, length)
+        moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
+        # Adam on the logarithm of the norm.
+        first.lerp_(along, 1 - GROWTH_BETAS[0])
+        second.lerp_(along.square() + (NOISE * eps * gradients).square(), 1 - GROWTH_BETAS[1])
+        mean = first / (1 - GROWTH_BETAS[0] ** steps)
+        root = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
+        ascent = mean / torch.where(root > 0, root, 1)
+        growth = torch.exp(-lr * self._option("growth") * self.shares * ascent)
+        growth = growth * (1 - lr * self._option("weight_decay"))
+        turns = turns & (moved > 0)
+        return length, torch.where(turns, growth * norms / torch.where(turns, moved, 1), 1)
+
+    def _option(self, name: str, part: int | None = None) -> float | Tensor:
+        """An option by block; one number where all groups have the same."""
+        first, *others = (group[name] if part is None else group[name][part] for group in self.groups)
+        if all(value is first or (not isinstance(value, Tensor) and value == first) for value in others):
+            return first
+        pairs = zip((first, *others), self.masks, strict=True)
+        return torch.stack([value * mask for value, mask in pairs]).sum(0)
 
 
-def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-    """The products of all pairs, in fp64."""
-    return torch.stack(
-        [torch.dot(x.reshape(-1).to(y.dtype), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
-    ).double()
+def _multiply(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """The inner products of all pairs."""
+    found = [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
+    return torch.stack(found).double()
 
 
 def _make_stray(p: Tensor, family: int) -> Block:
     """A parameter that is not the model's: it takes relative steps in Adam's direction."""
-    shape = tuple(p.shape)
-    nothing = torch.zeros(1, dtype=torch.int64)
-    return Block("", shape, 0, 0, shape[0] if shape else 1, family, False, 1.0, 1.0, False, nothing, nothing)
+    shape, nothing = tuple(p.shape), torch.zeros(1, dtype=torch.int64)
+    length = shape[0] if shape else 1
+    return Block("", shape, 0, 0, length, family, False, 1.0, 1.0, False, nothing, nothing)

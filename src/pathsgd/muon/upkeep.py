@@ -10,8 +10,8 @@ For that one entry of every row and column of every parameter is remembered, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from pathsgd._torch import Version, is_capturing, versions
 from pathsgd.errors import PathError
 from pathsgd.geometry.balance import check_finite, find_balancing_factors
 from pathsgd.geometry.class_edges import ClassFactors, cut_edges
+from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.sharded import local_part, shards_of
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.sharded import is_sharded
@@ -28,10 +29,15 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
 from pathsgd.optim.model_tensors import ModelTensors
 from pathsgd.optim.relative.edges import EdgeTable
 
+if TYPE_CHECKING:
+    from pathsgd.muon.gpu.upkeep import KernelGather, KernelUpkeep
+
 EVERY = 10
-"""Steps between rounds; in a CUDA graph, whose replays cannot count them, every step has one."""
+"""Steps between rounds; in a CUDA graph that has no kernel for them every step has one."""
 MOST = 2.0
 """The most that one round rescales a unit by."""
+STEPS = "upkeep_steps"
+"""In the groups, so that it is saved with them."""
 REFERENCE = ("reference_index", "reference_value")
 """In the state of a parameter: the entries that are remembered."""
 POWERS = {"momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
@@ -47,6 +53,7 @@ class Upkeep:
         owned: the parameters that the optimizer has, by name. Units that lead into or out of any others, or
             of frozen ones, stay as they are.
         state: the optimizer's.
+        groups: the optimizer's.
     """
 
     def __init__(
@@ -55,36 +62,55 @@ class Upkeep:
         model: nn.Module,
         owned: Mapping[str, Tensor],
         state: MutableMapping[Tensor, Any],
+        groups: Sequence[dict[str, Any]],
     ) -> None:
-        self.graph, self.state = graph, state
+        self.graph, self.owned, self.state, self.groups = graph, owned, state, groups
         self._model_tensors = ModelTensors(model)
         self.units = unit_classes_of(graph)
-        self.held = torch.zeros(self.units.count, dtype=torch.bool)
-        self.held[FIXED] = True
-        for name, edge in self.units.parameters.items():
-            if name not in owned or not owned[name].requires_grad:
-                self.held[edge.head.flatten()] = True
-                self.held[edge.tail.flatten()] = True
-        self.parameters = {
-            name: owned[name] for name, edge in self.units.parameters.items() if self._is_free(edge)
-        }
+        self._find_free_units()
         self.sharded = any(map(is_sharded, self.parameters.values()))
-        self.steps = 0
         self._versions: list[Version] | None = None
         self._before: dict[str, Tensor] = {}
         """The weights as they were when the optimizer was made, until its first step: a checkpoint may tell
         that they were balanced as they were."""
-        self._round: _Round | None = None
+        self._gather: KernelGather | None = None
+
+    def _find_free_units(self) -> None:
+        """Which units are rescaled, and the parameters that lead into or out of these."""
+        self._trained = self._find_trained()
+        self.held = torch.zeros(self.units.count, dtype=torch.bool)
+        self.held[FIXED] = True
+        for name, edge in self.units.parameters.items():
+            if name not in self._trained:
+                self.held[edge.head.flatten()] = True
+                self.held[edge.tail.flatten()] = True
+        self.parameters = {
+            name: self.owned[name] for name, edge in self.units.parameters.items() if self._is_free(edge)
+        }
+        self._round: _Round | KernelUpkeep | None = None
+
+    def _find_trained(self) -> set[str]:
+        return {name for name, p in self.owned.items() if p.requires_grad}
 
     def _is_free(self, edge: EdgeClasses) -> bool:
         return not bool(self.held[edge.head].all()) or not bool(self.held[edge.tail].all())
 
-    def connect(self, state: MutableMapping[Tensor, Any]) -> None:
-        """The optimizer's state is another object now."""
-        self.state = state
+    @property
+    def steps(self) -> int:
+        return self.groups[0].get(STEPS, 0)
+
+    def connect(self, state: MutableMapping[Tensor, Any], groups: Sequence[dict[str, Any]]) -> None:
+        """The optimizer's state and groups are other objects now."""
+        self.state, self.groups = state, groups
 
     def start(self) -> None:
-        """Balances the model and whatever gradients and state there are."""
+        """Balances the model and whatever gradients and state there are. If state was loaded before, the
+        first step looks whether it is of these weights."""
+        for group in self.groups:
+            group[STEPS] = self.steps
+        if self._has_state():
+            self._versions = self._find_versions() if self.sharded else None
+            return
         self._before = (
             {} if self.state else {n: local_part(p).detach().clone() for n, p in self.parameters.items()}
         )
@@ -108,14 +134,12 @@ class Upkeep:
     def before_step(self) -> None:
         """Looks whether weights were written since the last step: what was rescaled is undone, anything else
         is balanced as it is."""
-        if not self.parameters:
-            return
         self._check_structure()
-        if is_capturing():
+        if self._find_trained() != self._trained:
+            self._find_free_units()
+        if not self.parameters or is_capturing():
             return
-        if self._round is None:
-            edges = {name: self.units.parameters[name] for name in self.parameters}
-            self._round = _Round(self.parameters, edges, self.held)
+        self._round = self._round or self._make_round()
         self._before = {}
         now = self._find_versions()
         if now == self._versions:
@@ -128,11 +152,35 @@ class Upkeep:
         if not self.parameters:
             return
         if not is_still:
-            self.steps += 1
-            if is_capturing() or self.steps % EVERY == 0:
-                assert self._round is not None
-                self._round.run(self.state)
+            steps = self.steps + 1
+            for group in self.groups:
+                group[STEPS] = steps
+            self._do_round()
         self._remember()
+
+    def _make_round(self) -> _Round | KernelUpkeep:
+        edges = {name: self.units.parameters[name] for name in self.parameters}
+        if self._on_gpu():
+            from pathsgd.muon.gpu.upkeep import KernelUpkeep
+
+            kernels = KernelUpkeep(self.parameters, edges, self.held)
+            if kernels.is_supported:
+                kernels.steps.fill_(self.steps)
+                return kernels
+        return _Round(self.parameters, edges, self.held)
+
+    def _do_round(self) -> None:
+        due = self.steps % EVERY == 0
+        if isinstance(self._round, _Round):
+            if due or is_capturing():
+                self._round.run(self.state)
+        elif self._round is not None:
+            self._round.steps += 1
+            if due or is_capturing():
+                self._round.run(self.state, EVERY if is_capturing() else 1, MOST)
+
+    def _on_gpu(self) -> bool:
+        return not self.sharded and has_triton() and all(p.is_cuda for p in self.parameters.values())
 
     def _check_structure(self) -> None:
         """A unit's weights may be others by now, as where they were tied: rescaling it would be wrong."""
@@ -148,12 +196,13 @@ class Upkeep:
 
     @torch.no_grad()
     def _balance(self) -> None:
-        if self.parameters:
-            check_finite(self.parameters, self.parameters)
-            tensors = self.parameters
-            edges = {name: self.units.parameters[name] for name in tensors}
-            factors = find_balancing_factors(tensors, self.units, edges=edges, held=self.held)
-            self._scale(factors, state=True)
+        if not self.parameters:
+            return
+        check_finite(self.parameters, self.parameters)
+        tensors = self.parameters
+        edges = {name: self.units.parameters[name] for name in tensors}
+        factors = find_balancing_factors(tensors, self.units, edges=edges, held=self.held)
+        self._scale(factors, state=True)
         self._choose_references()
         self._remember()
 
@@ -190,9 +239,16 @@ class Upkeep:
         return edge.head, edge.tail
 
     def _remember(self) -> None:
-        if not self.sharded:
-            for p in self.parameters.values():
-                state = self.state[p]
+        parameters = list(self.parameters.values())
+        states = [self.state[p] for p in parameters]
+        if self._on_gpu() and all(p.dtype == torch.float32 for p in parameters):
+            from pathsgd.muon.gpu.upkeep import KernelGather
+
+            if self._gather is None or not self._gather.fits(parameters, states):
+                self._gather = KernelGather(parameters, states)
+            self._gather.run()
+        elif not self.sharded:
+            for p, state in zip(parameters, states, strict=True):
                 torch.index_select(p.detach().reshape(-1), 0, state[REFERENCE[0]], out=state[REFERENCE[1]])
         if not is_capturing():
             self._versions = self._find_versions()
@@ -200,15 +256,24 @@ class Upkeep:
     def _are_remembered(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether remembered entries are those of these weights."""
         states = {name: self.state[self.parameters[name]] for name in weights}
-        return all(REFERENCE[0] in state for state in states.values()) and all(
+        return self._has_references() and all(
             torch.equal(weights[name].reshape(-1)[state[REFERENCE[0]]], state[REFERENCE[1]])
             for name, state in states.items()
         )
 
+    def _has_references(self) -> bool:
+        return all(REFERENCE[0] in self.state.get(p, ()) for p in self.parameters.values())
+
+    def _has_state(self) -> bool:
+        """Whether state was loaded; sharded parameters have no references."""
+        if self.sharded:
+            return all(self.state.get(p) for p in self.parameters.values())
+        return self._has_references()
+
     def _undo_rescaling(self) -> bool:
         """Whether all that was done to the weights is a rescaling of units; if so, it is undone in weights
         and gradients."""
-        if not all(REFERENCE[0] in self.state[p] for p in self.parameters.values()):
+        if not self._has_references():
             return False
         if self._are_remembered({name: p.detach() for name, p in self.parameters.items()}):
             return True
@@ -230,7 +295,7 @@ class Upkeep:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_versions": None, "_round": None}
+        return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}
 
 
 class _Round:

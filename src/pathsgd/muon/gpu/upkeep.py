@@ -1,0 +1,200 @@
+"""Rounds of balancing, and the entries that are remembered, by kernels: see ``muon/upkeep.py``.
+
+In a CUDA graph, whose replays cannot count steps on the host, rounds are counted on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pathsgd._torch import is_capturing
+from pathsgd.geometry.cuda_graph import free_after_capture
+from pathsgd.geometry.devices import on_device
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.muon.gpu.kernels import (
+    CHUNK,
+    COLUMNS,
+    ROWS,
+    UNIT_FIELDS,
+    column_kernel,
+    gather_kernel,
+    rescale_kernel,
+    row_kernel,
+)
+from pathsgd.muon.gpu.step import _is_dense
+
+AT_ONCE = 1024
+
+
+class KernelUpkeep:
+    """The units of these parameters, as rows and columns of each.
+
+    Attributes:
+        is_supported: whether every unit is the rows or the columns of its parameters.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor
+    ) -> None:
+        self.parameters = list(parameters.values())
+        self.device = self.parameters[0].device
+        self.is_supported = all(
+            p.dtype == torch.float32 and _is_dense(p) and p.numel() < 1 << 31 for p in self.parameters
+        )
+        heads, tails, degrees, fields = [], [], [], []
+        row_tiles: list[Tensor] = []
+        column_tiles: list[Tensor] = []
+        chunks: list[Tensor] = []
+        start = 0
+        for k, (name, p) in enumerate(parameters.items()):
+            edge = edges[name]
+            rows = len(p) if p.dim() else 1
+            columns = p.numel() // max(1, rows)
+            ends = [_split(ids, p, rows, columns) for ids in (edge.head, edge.tail)]
+            if not self.is_supported or any(end is None for end in ends):
+                self.is_supported = False
+                return
+            for side in (0, 1):  # rows, then columns
+                head, tail = (end[side] for end in ends)  # type: ignore[index]
+                heads.append(head)
+                tails.append(tail)
+                degrees.append(torch.full_like(head, edge.degree))
+                if not bool((held[head] & held[tail]).all()):
+                    tiles, step = ((row_tiles, ROWS), (column_tiles, COLUMNS))[side]
+                    tiles.append(_pair(k, (rows, columns)[side], step.value))
+            fields.append([0, 0, 0, rows, columns, start, start + rows])
+            chunks.append(_pair(k, p.numel(), CHUNK.value))
+            start += rows + columns
+
+        def put(values: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+            return values.to(self.device, dtype)
+
+        empty = torch.empty(0, 2, dtype=torch.int64)
+        self.row_tiles, self.column_tiles, self.chunks = (
+            put(torch.cat([empty, *tiles]), torch.int32) for tiles in (row_tiles, column_tiles, chunks)
+        )
+        head, tail, degree = torch.cat(heads), torch.cat(tails), torch.cat(degrees)
+        self.into, self.out = (put(_list_places(ids, held)) for ids in (head, tail))
+        most = torch.ones(len(held)).scatter_reduce(0, tail, degree.float(), "amax")
+        self.heads, self.tails, self.degrees = put(head), put(tail), put(degree, torch.float32)
+        self.degree, self.free = put(most, torch.float32), put(~held, torch.bool)
+        self.sums = torch.zeros(start + 1, device=self.device)
+        """And a zero after the last, where a class has no more places."""
+        self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.fields = torch.tensor(fields)
+        assert self.fields.shape[1] == UNIT_FIELDS.value
+        self.table = self.fields.to(self.device)
+        self._addresses: list[int] | None = None
+        self._captured: list[Tensor] = []
+        free_after_capture(self, self._captured)
+
+    def run(self, state: MutableMapping[Tensor, Any], every: int, most: float) -> None:
+        """Does a round if ``steps``, on the device, is a multiple of ``every``."""
+        self._point(state)
+        due = self.steps, every
+        with on_device(self.device):
+            for kernel, tiles in ((row_kernel, self.row_tiles), (column_kernel, self.column_tiles)):
+                if len(tiles):
+                    kernel[len(tiles),](self.table, tiles, *due, self.sums)
+            leaving_sums = self.sums.clone()
+            leaving_sums[:-1] *= self.degrees
+            arriving, leaving = self.sums[self.into].sum(1), leaving_sums[self.out].sum(1)
+            live = self.free & (arriving > 0) & (leaving > 0) & torch.isfinite(arriving + leaving)
+            ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
+            factor = ratio.pow(1 / (4 * (1 + self.degree))).clamp(1 / most, most)
+            factors = factor[self.heads] / factor[self.tails].pow(self.degrees)
+            rescale_kernel[len(self.chunks),](self.table, self.chunks, *due, factors)
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def _point(self, state: MutableMapping[Tensor, Any]) -> None:
+        """Tells the kernels where everything lies now."""
+        found = []
+        for p in self.parameters:
+            own = state.get(p, {})
+            first = own.get("momentum_buffer", own.get("exp_avg"))
+            second = own.get("exp_avg_sq")
+            found += [p.data_ptr(), *(0 if x is None else x.data_ptr() for x in (first, second))]
+        if found == self._addresses and not is_capturing():
+            return
+        fields = torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        fields.copy_(self.fields)
+        fields[:, :3] = torch.tensor(found).view(-1, 3)
+        self.table.copy_(fields, non_blocking=True)
+        if is_capturing():
+            self._captured.append(fields)  # a replay copies it again
+        self._addresses = None if is_capturing() else found
+
+
+class KernelGather:
+    """Reads the remembered entries of all parameters at once, into parts of one tensor.
+
+    Args:
+        parameters: whose entries are read.
+        states: of each, with the numbers of its entries; their values become parts of that tensor.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
+        self.indices = [state["reference_index"] for state in states]
+        addresses = []
+        for p, index in zip(parameters, self.indices, strict=True):
+            places = torch.unravel_index(index, p.shape) if p.dim() else ()
+            steps = [place * stride for place, stride in zip(places, p.stride(), strict=True)]
+            addresses.append(p.data_ptr() + 4 * sum(steps, torch.zeros_like(index)))
+        self.addresses = torch.cat(addresses)
+        self.places = [p.data_ptr() for p in parameters]
+        self.values = torch.empty(len(self.addresses), device=self.addresses.device)
+        self.parts = self.values.split([len(index) for index in self.indices])
+        for state, part in zip(states, self.parts, strict=True):
+            state["reference_value"] = part
+
+    def fits(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
+        """Whether parameters and states are where they were."""
+        return all(
+            p.data_ptr() == place and state["reference_value"] is part and state["reference_index"] is index
+            for p, place, state, part, index in zip(
+                parameters, self.places, states, self.parts, self.indices, strict=True
+            )
+        )
+
+    def run(self) -> None:
+        """Reads them."""
+        count = len(self.addresses)
+        with on_device(self.values.device):
+            gather_kernel[-(-count // AT_ONCE),](self.addresses, self.values, count, AT_ONCE)
+
+
+def _pair(number: int, size: int, step: int) -> Tensor:
+    starts = torch.arange(0, size, step)
+    return torch.stack([torch.full_like(starts, number), starts], 1)
+
+
+def _split(ids: Tensor, p: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
+    """Classes by row, and classes by column as they lie in memory; None if they change along both."""
+    ids = ids.reshape((1,) * (p.dim() - ids.dim()) + tuple(ids.shape))
+    by_row = p.dim() > 0 and ids.shape[0] > 1
+    by_column = any(n > 1 for n in ids.shape[1:])
+    if by_row and by_column:
+        return None
+    fixed = torch.full((max(rows, columns),), FIXED)
+    if not by_column:
+        return ids.reshape(-1).expand(rows), fixed[:columns]
+    inner = ids[0].expand(p.shape[1:])
+    order = sorted(range(inner.dim()), key=lambda d: -p.stride(d + 1))
+    return fixed[:rows], inner.permute(order).reshape(-1)
+
+
+def _list_places(classes: Tensor, held: Tensor) -> Tensor:
+    """By class, its places in a list, filled up with one past the last: sums over rows of one length add up
+    in the same order every time."""
+    places = (~held[classes]).nonzero().flatten()
+    order = classes[places].argsort(stable=True)
+    places = places[order]
+    owners = classes[places]
+    position = torch.arange(len(owners)) - torch.searchsorted(owners, torch.arange(len(held)))[owners]
+    table = torch.full((len(held), int(position.max()) + 1 if len(owners) else 1), len(classes))
+    table[owners, position] = places
+    return table

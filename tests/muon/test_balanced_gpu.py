@@ -1,0 +1,132 @@
+"""BalancedMuon on a GPU: by kernels, in a CUDA graph of the user's, from rescaled starts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import pathsgd
+from pathsgd import BalancedMuon
+from support.networks import Mlp, SmallResNet, Transformer, Vgg, build
+
+pytestmark = pytest.mark.gpu
+NETWORKS = [Mlp, Vgg, SmallResNet, Transformer]
+
+
+def make(network):
+    model, x = build(network, torch.float32)
+    return model.cuda(), x.cuda()
+
+
+def take_steps(model, optimizer, x, steps, captured=False):
+    y = torch.arange(len(x), device="cuda") % 2
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(1), y).backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3 if captured else steps):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in range(steps - 3):
+            graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_cuda_graph_takes_the_same_steps(network):
+    """More of them than rounds of balancing are apart."""
+    model, x = make(network)
+    other = copy.deepcopy(model)
+    graph = pathsgd.trace(model, x)
+    for m, captured in ((model, False), (other, True)):
+        take_steps(m, BalancedMuon(m, graph, lr=torch.tensor(0.01, device="cuda")), x, 25, captured)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4 * p.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_kernels_move_all(network):
+    model, x = make(network)
+    optimizer = BalancedMuon(model, x)
+    take_steps(model, optimizer, x, 2)
+    assert optimizer._plan.kernels.is_supported
+    before = [p.detach().clone() for p in model.parameters()]
+    take_steps(model, optimizer, x, 1)
+    assert optimizer._plan.kernels.run()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("network", [Mlp, Vgg])  # whose gradients are the same every time
+def test_rescaled_by_powers_of_two_gives_the_same_bits(network):
+    """At the start, and in mid-training."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model, x = make(network)
+    graph = pathsgd.trace(model, x)
+    other = copy.deepcopy(model)
+    pathsgd.unbalance(other, graph, powers_of_two=True)
+    for m in (model, other):
+        optimizer = BalancedMuon(m, graph)
+        take_steps(m, optimizer, x, 12)
+        if m is other:
+            pathsgd.unbalance(m, graph, powers_of_two=True)
+        take_steps(m, optimizer, x, 2)
+    torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_channels_last():
+    model, x = make(Vgg)
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    graph = pathsgd.trace(model, x)
+    for m in (model, other):
+        take_steps(m, BalancedMuon(m, graph, lr=0.01), x, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-2 * p.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_take_steps_without_kernels(dtype):
+    model, x = build(Mlp, torch.float32)
+    model, x = model.to("cuda", dtype), x.to("cuda", dtype)
+    optimizer = BalancedMuon(model, x)
+    losses = [find_loss(model, x)]
+    take_steps(model, optimizer, x, 12)
+    losses.append(find_loss(model, x))
+    assert losses[1] < losses[0]
+    assert not optimizer._plan.kernels.is_supported
+
+
+def test_launches_are_captured_and_read_rates_and_gradients_anew():
+    model, x = make(Mlp)
+    other = copy.deepcopy(model)
+    graph = pathsgd.trace(model, x)
+    for m in (model, other):
+        optimizer = BalancedMuon(m, graph, lr=0.05)
+        for k in range(14):
+            optimizer.param_groups[0]["lr"] = 0.05 / (k + 1)
+            if k == 9:
+                optimizer.param_groups[0]["weight_decay"] = 0.1
+            take_steps(m, optimizer, x, 1)
+            if m is other:
+                optimizer._plan.kernels.is_small = False
+        assert (optimizer._plan.kernels.graph is None) == (m is other)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def find_loss(model, x):
+    return F.cross_entropy(model(x).flatten(1).float(), torch.arange(len(x), device="cuda") % 2).item()
