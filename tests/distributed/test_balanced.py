@@ -8,7 +8,6 @@ each (1e-15 seen) and trained ones to 1e-9 (1e-13 seen), as Muon's iteration mag
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pathsgd
 from pathsgd import BalancedMuon, PathError
+from pathsgd.geometry import class_edges
 from pathsgd.muon.upkeep import EVERY
 from support import networks
 from support.collectives import counted_numbers
@@ -30,6 +30,7 @@ from support.ranks import run_on_ranks
 from support.sharded import (
     Convolutional,
     Decoder,
+    Feedforward,
     Mlp,
     batch,
     loss_of,
@@ -45,8 +46,17 @@ STEPS = EVERY + 2
 FP64 = torch.float64
 
 
+class Narrow(nn.Sequential):
+    """Of four ranks the last holds nothing at all."""
+
+    example = (6, 6)
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
+
+
 def prepare():
-    for kind in (Mlp, Convolutional, Decoder, networks.UNet, networks.Transformer):
+    for kind in (Mlp, Narrow, Convolutional, Feedforward, Decoder, networks.UNet, networks.Transformer):
         traced(kind)
 
 
@@ -92,8 +102,8 @@ BALANCED = [
     (Mlp, "fully sharded", 2, 2), (Mlp, "fully sharded", 1, 3), (Mlp, "by columns", 2, 2),
     (Mlp, "copies of shards", 2, 2), (Convolutional, "block by block", 2, 2),
     (Convolutional, "fully sharded", 2, 1), (networks.UNet, "fully sharded", 2, 2),
-    (networks.Transformer, "fully sharded", 2, 2), (Decoder, "block by block", 1, 1),
-    (Decoder, "tensor parallel", 2, 2), (Decoder, "both", 2, 2), (Decoder, "both", 2, 1),
+    (networks.Transformer, "fully sharded", 2, 2), (Decoder, "tensor parallel", 1, 1),
+    (Decoder, "both", 2, 2),
 ]  # fmt: skip
 
 
@@ -161,12 +171,18 @@ def refuse_what_one_rank_holds():
 
 
 def balance_everything():
+    """Most as they would be with large layers, whose matrices stay where they are."""
+    listed, few = class_edges.SMALL, [case for case in BALANCED if case[1] in ("by columns", "both")]
+    class_edges.SMALL = 0
+    balanced, dead = [compare_balances(*case) for case in BALANCED], balance_what_is_dead()
     example = fully_shard(make_unbalanced(Mlp))
     pathsgd.balance(example, batch(Mlp, 0, 0, FP64)[0])  # traced as it is
+    class_edges.SMALL = listed
     return {
-        "balanced": [compare_balances(*case) for case in BALANCED],
+        "balanced": balanced,
+        "balanced in lists": [compare_balances(*case) for case in few],
         "traced sharded": whole_parameters(example),
-        "dead": balance_what_is_dead(),
+        "dead": dead + balance_what_is_dead(),
         "bf16": balance_in_bf16(),
         "refused": refuse_what_one_rank_holds(),
     }
@@ -175,11 +191,12 @@ def balance_everything():
 def test_a_sharded_model_is_balanced_as_the_whole_one():
     ranks = run_on_ranks(balance_everything, 4)
     for found in ranks:
-        for k, (case, (gaps, own)) in enumerate(zip(BALANCED, found["balanced"], strict=True)):
-            assert gaps["weights"] <= 1e-12, case
-            assert gaps["mu"] <= 1e-12, case
-            assert gaps["outputs"] <= 1e-9, case
-            assert are_equal(own, ranks[0]["balanced"][k][1]), case
+        for way in ("balanced", "balanced in lists"):
+            for k, (gaps, own) in enumerate(found[way]):
+                assert gaps["weights"] <= 1e-12, (way, k, gaps)
+                assert gaps["mu"] <= 1e-12, (way, k, gaps)
+                assert gaps["outputs"] <= 1e-9, (way, k, gaps)
+                assert are_equal(own, ranks[0][way][k][1]), (way, k)
         assert are_equal(found["traced sharded"], found["balanced"][0][1])
         assert max(found["dead"]) <= 1e-12
         assert found["bf16"] == (True, False)
@@ -190,37 +207,263 @@ def test_a_sharded_model_is_balanced_as_the_whole_one():
 # BalancedMuon
 
 TRAINED = [
-    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Decoder, "tensor parallel"),
+    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Feedforward, "tensor parallel"),
     (Decoder, "both"),
 ]  # fmt: skip
 
 
 def train(model, optimizer, kind, steps, ranks=range(1)):
-    """All see the batches of ``ranks``. The weights afterwards."""
+    """On the mean over the batches of ``ranks``. The weights afterwards."""
     for step in steps:
         step_on(model, optimizer, kind, step, ranks)
     return whole_parameters(model)
 
 
-def train_from(model, kind, steps=range(STEPS)):
-    return train(model, BalancedMuon(model, traced(kind), weight_decay=0.1), kind, steps)
+def train_from(model, kind, *example):
+    return train(model, BalancedMuon(model, *example, weight_decay=0.1), kind, range(STEPS))
 
 
 def train_sharded(kind, way):
-    """The gaps between the whole model and the sharded one, and between the latter from different starts."""
-    found = train_from(spread(make(kind), way), kind)
-    rescaled = train_from(spread(make_unbalanced(kind), way), kind)
-    expected = train_from(make(kind), kind)
+    """All ranks see the same batches. The gaps to the whole model, and between starts; the weights."""
+    found = train_from(spread(make(kind), way), kind, traced(kind))
+    # Some are traced from the first batch, when there are gradients already.
+    example = () if kind in (Convolutional, Feedforward) else (traced(kind),)
+    rescaled = train_from(spread(make_unbalanced(kind), way), kind, *example)
+    expected = train_from(make(kind), kind, traced(kind))
     return {"whole": gap(found, expected, 1.0), "unbalanced": gap(rescaled, found, 1.0)}, found
 
 
+def train_from_powers_of_two():
+    """To the last bit."""
+    starts = make(Mlp), make_unbalanced(Mlp, powers_of_two=True)
+    return are_equal(*(train_from(fully_shard(model), Mlp, traced(Mlp)) for model in starts))
+
+
+def rescale_in_mid_training():
+    """A rescaling by others, which is undone for whole parameters, is balanced for sharded ones: as a balance
+    of the same weights would be. (gap to that, gap to no rescaling.)
+
+    Weights lag behind their balance a little, which is the difference between the two.
+    """
+
+    def rescale(model, _):
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p.mul_(100.0)
+            model[2].weight.div_(100.0)
+
+    ends = []
+    for write in (rescale, lambda _, optimizer: optimizer.refresh(), lambda *_: None):
+        model = fully_shard(make(Mlp))
+        optimizer = BalancedMuon(model, traced(Mlp))
+        train(model, optimizer, Mlp, range(5))
+        write(model, optimizer)
+        ends.append(train(model, optimizer, Mlp, range(5, STEPS)))
+    return gap(ends[0], ends[1], 1.0), gap(ends[0], ends[2], 1.0)
+
+
+def balance_in_mid_training():
+    """All ranks notice that weights were written, also one that holds nothing: else some would wait."""
+    model = fully_shard(make(Narrow))
+    optimizer = BalancedMuon(model, traced(Narrow))
+    train(model, optimizer, Narrow, range(5))
+    pathsgd.balance(model, traced(Narrow))
+    return train(model, optimizer, Narrow, range(5, 7))
+
+
+def shard_too_late():
+    model = make(Mlp)
+    optimizer = BalancedMuon(model, traced(Mlp))
+    fully_shard(model)
+    loss_of(model, Mlp, 0, 0, FP64).backward()
+    with pytest.raises(PathError) as refused:
+        optimizer.step()
+    return str(refused.value)
+
+
 def train_everything():
-    return [train_sharded(*case) for case in TRAINED]
+    return {
+        "trained": [train_sharded(*case) for case in TRAINED],
+        "balanced": balance_in_mid_training(),
+        "refused": shard_too_late(),
+    }
 
 
 def test_a_sharded_model_is_trained_as_the_whole_one():
     ranks = run_on_ranks(train_everything, 4)
     for found in ranks:
-        for k, (case, (gaps, own)) in enumerate(zip(TRAINED, found, strict=True)):
-            print(case, gaps)
-            assert are_equal(own, ranks[0][k][1]), case
+        for k, (case, (gaps, own)) in enumerate(zip(TRAINED, found["trained"], strict=True)):
+            assert gaps["whole"] <= 1e-9, case
+            assert gaps["unbalanced"] <= 1e-9, case
+            assert are_equal(own, ranks[0]["trained"][k][1]), case
+        assert are_equal(found["balanced"], ranks[0]["balanced"])
+        assert "fully_shard" in found["refused"]
+
+
+def train_rescaled():
+    return train_from_powers_of_two(), *rescale_in_mid_training()
+
+
+def test_a_sharded_model_is_trained_as_a_rescaled_one():
+    for are_same, to_balanced, to_none in run_on_ranks(train_rescaled, 2):
+        assert are_same
+        assert to_balanced <= 1e-9
+        assert 1e-9 < to_none < 0.1
+
+
+# Copies (DistributedDataParallel)
+
+
+def train_copies():
+    """Each rank has a share of the batch. Nothing is communicated in a step."""
+    rank, found = dist.get_rank(), {}
+    own = range(rank, rank + 1)
+    with counted_numbers() as sent:
+        for kind in (Mlp, Convolutional):
+            ddp = DistributedDataParallel(model := make_unbalanced(kind))
+            train(ddp, BalancedMuon(ddp, traced(kind)), kind, range(STEPS), own)
+            found["wrapped before", kind.__name__] = whole_parameters(model)
+            # Weights of its own, until DDP sends those of rank 0.
+            torch.manual_seed(rank)
+            model = kind().double() if rank else make_unbalanced(kind)
+            optimizer = BalancedMuon(model, traced(kind))
+            train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
+            found["wrapped later", kind.__name__] = whole_parameters(model)
+            model = make_unbalanced(kind)
+            optimizer = BalancedMuon(model)  # traced from the first batch
+            train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
+            found["traced later", kind.__name__] = whole_parameters(model)
+    return found, sum(map(len, sent.values()))
+
+
+def steps_of(rank):
+    """How many batches a rank has."""
+    return STEPS + 2 * rank
+
+
+def train_with_uneven_inputs():
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(model := make(Mlp))
+    optimizer = BalancedMuon(ddp, traced(Mlp))
+    with ddp.join():
+        train(ddp, optimizer, Mlp, range(steps_of(rank)), range(rank, rank + 1))
+    return whole_parameters(model)
+
+
+def train_with_uneven_inputs_in_one_process():
+    """A rank that has no batch any more has a gradient of 0."""
+    model = make(Mlp)
+    optimizer = BalancedMuon(model, traced(Mlp))
+    for step in range(steps_of(1)):
+        optimizer.zero_grad()
+        for rank in (1, 0):
+            if step < steps_of(rank):
+                (loss_of(model, Mlp, step, rank, FP64) / 2).backward()
+        optimizer.step()
+    return whole_parameters(model)
+
+
+def train_all_copies():
+    return *train_copies(), train_with_uneven_inputs()
+
+
+def test_copies_stay_equal_and_are_what_one_process_trains():
+    ranks = run_on_ranks(train_all_copies, 2)
+    expected = {}
+    for kind in (Mlp, Convolutional):
+        model = make_unbalanced(kind)
+        optimizer = BalancedMuon(model, traced(kind))
+        expected[kind.__name__] = train(model, optimizer, kind, range(STEPS), range(2))
+    uneven = train_with_uneven_inputs_in_one_process()
+    for found, calls, joined in ranks:
+        assert calls == 0
+        for case, own in found.items():
+            assert are_equal(own, ranks[0][0][case]), case
+            assert gap(own, expected[case[1]], 1.0) <= 1e-9, case
+        assert are_equal(joined, ranks[0][2])
+        assert gap(joined, uneven, 1.0) <= 1e-9
+
+
+# Checkpoints
+
+SAVED_AFTER = 7
+
+
+def states(model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def train_and_save(folder, distribute=fully_shard):
+    model = distribute(make_unbalanced(Mlp))
+    optimizer = BalancedMuon(model, traced(Mlp))
+    train(model, optimizer, Mlp, range(SAVED_AFTER))
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
+
+
+def load_and_train(folder, distribute=fully_shard):
+    """Into a model that had other weights."""
+    model = distribute(make(Mlp))
+    optimizer = BalancedMuon(model, traced(Mlp))
+    before = whole_parameters(model)
+    state = states(model, optimizer)  # takes a step without gradients, to see what state there is
+    assert are_equal(before, whole_parameters(model))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
+
+
+def resume_in_any_order(distribute):
+    """Whether it goes on to the last bit, by the order in which all is made and loaded."""
+    model = distribute(make_unbalanced(Mlp))
+    optimizer = BalancedMuon(model, traced(Mlp))
+    train(model, optimizer, Mlp, range(SAVED_AFTER))
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    end = train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
+    found = {}
+    for order in (
+        ("weights", "optimizer", "state"), ("optimizer", "weights", "state"),
+        ("optimizer", "state", "weights"),
+    ):  # fmt: skip
+        model = distribute(make(Mlp))
+        for what in order:
+            if what == "weights":
+                model.load_state_dict(weights)
+            elif what == "optimizer":
+                optimizer = BalancedMuon(model, traced(Mlp))
+            else:
+                optimizer.load_state_dict(copy.deepcopy(state))
+        found[order] = are_equal(train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS)), end)
+    return found
+
+
+def save_and_load(folder):
+    in_order = {**resume_in_any_order(fully_shard), "whole": resume_in_any_order(be_whole)}
+    return train_and_save(folder), load_and_train(folder), in_order
+
+
+def be_whole(model):
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_two_ranks_loads_on_one_two_and_four(tmp_path):
+    """On as many as it is of it goes on to the last bit."""
+    ranks = run_on_ranks(save_and_load, 2, str(tmp_path / "sharded"))
+    end = ranks[0][0]
+    for own, resumed, in_order in ranks:
+        assert are_equal(own, end)
+        assert are_equal(resumed, end)
+        whole = in_order.pop("whole")
+        assert all(in_order.values()), in_order
+        assert all(whole.values()), whole
+    of_one = train_and_save(tmp_path / "whole", be_whole)
+    assert are_equal(load_and_train(tmp_path / "whole", be_whole), of_one)
+    for others in (
+        [load_and_train(tmp_path / "sharded", be_whole)],
+        run_on_ranks(load_and_train, 4, str(tmp_path / "sharded")),
+        run_on_ranks(load_and_train, 2, str(tmp_path / "whole")),
+    ):
+        for found in others:
+            assert gap(found, end, 1.0) <= 1e-9

@@ -9,30 +9,47 @@ import pytest
 import torch
 
 import pathsgd
-from support.networks import NETWORKS, Mlp, build
+from support.networks import NETWORKS, Mlp, build, traced
+
+ORDERS = [(1, math.inf), (2, math.inf), (math.inf, math.inf), (2, 2), (3, 1.5)]
 
 
-@pytest.mark.parametrize("p", [1, 2, math.inf])
+@pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_its_factors_balance_the_network(network, p):
-    model, x = build(network)
-    graph = pathsgd.trace(model, x)
+def test_its_factors_balance_the_network(network, orders):
+    p, q = orders
+    model, _ = build(network)
+    graph = traced(network)
     pathsgd.unbalance(model, graph)
-    found = pathsgd.imbalance(model, graph, p)
-    assert found.mu == pytest.approx(pathsgd.group_norm(model, graph, p).item())
+    found = pathsgd.imbalance(model, graph, p, q)
+    if math.isinf(q):
+        assert found.mu == pytest.approx(pathsgd.group_norm(model, graph, p).item())
     balanced = copy.deepcopy(model)
-    assert found.mu_balanced == pytest.approx(pathsgd.balance(balanced, graph, p))
+    assert found.mu_balanced == pytest.approx(pathsgd.balance(balanced, graph, p, q), rel=1e-12)
     pathsgd.rescale(model, graph, found.factors)
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, balanced.get_parameter(name), rtol=1e-9)
+    again = pathsgd.imbalance(balanced, graph, p, q)
+    assert again.ratio == pytest.approx(1, rel=1e-12)
+    assert again.mu_balanced == pytest.approx(found.mu_balanced, rel=1e-12)
 
 
-def test_imbalance_is_the_logarithm_of_the_factor_that_unbalanced_a_unit():
+@pytest.mark.parametrize("q", [2, math.inf])
+def test_imbalance_is_the_logarithm_of_the_factor_that_unbalanced_a_unit(q):
     model, x = build(Mlp)
-    pathsgd.balance(model, x)
-    assert pathsgd.imbalance(model, x).ratio == pytest.approx(1)
+    pathsgd.balance(model, x, q=q)
+    assert pathsgd.imbalance(model, x, q=q).ratio == pytest.approx(1)
     pathsgd.rescale(model, x, {("0", 3): 32.0})
-    first, *others = pathsgd.imbalance(model, x).layers
+    first, *others = pathsgd.imbalance(model, x, q=q).layers
     assert (first.owners, first.imbalance.largest) == (("0",), pytest.approx(5))
     assert first.imbalance.median == pytest.approx(0, abs=1e-9)
     assert all(layer.imbalance is None or abs(layer.imbalance.largest) < 1e-9 for layer in others)
+
+
+def test_mu_22_is_the_norm_of_all_weights():
+    model, x = build(Mlp)
+    found = pathsgd.imbalance(model, x)
+    assert found.mu == pytest.approx(
+        torch.cat([w.flatten() for w in model.parameters()]).norm().item(), rel=1e-12
+    )
+    assert found.ratio > 1

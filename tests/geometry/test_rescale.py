@@ -52,12 +52,12 @@ def test_unbalance_and_balance_keep_the_function(network):
     assert pathsgd.rescaling_equivalent(original, model, graph)
 
     for p in (1, 2, math.inf):
-        reached = pathsgd.balance(model, graph, p)
+        reached = pathsgd.balance(model, graph, p, q=math.inf)
         assert difference(before, model(x)) <= 1e-10
         assert reached == pytest.approx(pathsgd.group_norm(model, graph, p).item(), rel=1e-12)
         assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300)
         balanced = [parameter.clone() for parameter in model.parameters()]
-        pathsgd.balance(model, graph, p)
+        pathsgd.balance(model, graph, p, q=math.inf)
         assert all(map(torch.equal, balanced, model.parameters()))
     assert identities == [id(parameter) for parameter in model.parameters()]
 
@@ -118,7 +118,7 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
 
         optimizer.step(closure)
     found = unit_norms().max().exp().item()
-    reached = pathsgd.balance(model, graph, p)
+    reached = pathsgd.balance(model, graph, p, q=math.inf)
     assert reached <= found * (1 + 1e-12)
     assert reached == pytest.approx(found, rel=2e-3)
 
@@ -219,7 +219,7 @@ def test_balance_leaves_dead_units_alone():
         model[0].weight[2], model[0].bias[2] = 0, 0
         model[2].weight[:, 4] = 0
     before = model(x).detach()
-    pathsgd.balance(model, x)
+    pathsgd.balance(model, x, q=math.inf)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert difference(before, model(x)) <= 1e-10
     assert not model[0].weight[2].any()
@@ -244,7 +244,7 @@ def test_squared_relu():
     a = model.a.weight.abs().sum(1) + model.a.bias.abs()
     expected = (model.b.weight.abs() @ a**2 + model.b.bias.abs()).sum().item()
     assert pathsgd.path_norm(model, x, p=1).item() == pytest.approx(expected, rel=1e-12)
-    reached = pathsgd.balance(model, x)
+    reached = pathsgd.balance(model, x, q=math.inf)
     assert reached == pytest.approx(pathsgd.group_norm(model, x).item(), rel=1e-12)
     assert difference(before, model(x)) <= 1e-10
 

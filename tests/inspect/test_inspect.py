@@ -155,7 +155,7 @@ def user_module():
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_the_imbalance_is_the_scale_a_unit_was_rescaled_by(folder, capsys, p):
     model = user_module().mlp().double()
-    pathsgd.balance(model, p=p)
+    pathsgd.balance(model, p=p, q=math.inf)
     torch.save(model.state_dict(), "balanced.pt")
     wild = {("0", 3): 2.0**5, ("2", 0): 2.0**-3, ("2", 1): 2.0**-3}
     pathsgd.rescale(model, None, wild)
@@ -204,7 +204,7 @@ def test_the_numbers_are_those_of_the_library(folder, capsys):
     )
     assert (layer(found, "0")["units"], layer(found, "0")["rescalable"]) == (16, 16)
     assert (layer(found, "4")["units"], layer(found, "4")["rescalable"]) == (2, 0)
-    assert found["mu_balanced"] == pytest.approx(pathsgd.balance(model, p=1.5))
+    assert found["mu_balanced"] == pytest.approx(pathsgd.balance(model, p=1.5, q=math.inf))
     assert found["ratio"] == found["mu"] / found["mu_balanced"]
     assert found["inputs"] == [{"shape": [3, 4], "dtype": "float32"}]
     assert [one["name"] for one in found["parameters"]] == list(dict(model.named_parameters()))

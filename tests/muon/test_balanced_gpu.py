@@ -62,10 +62,10 @@ def test_kernels_move_all(network):
     model, x = make(network)
     optimizer = BalancedMuon(model, x)
     take_steps(model, optimizer, x, 2)
-    assert optimizer._plan.kernels.is_supported
+    assert optimizer._step.kernels.is_supported
     before = [p.detach().clone() for p in model.parameters()]
     take_steps(model, optimizer, x, 1)
-    assert optimizer._plan.kernels.run()
+    assert optimizer._step.kernels.run()
     assert not any(map(torch.equal, before, model.parameters()))
 
 
@@ -106,7 +106,7 @@ def test_other_precisions_take_steps_without_kernels(dtype):
     take_steps(model, optimizer, x, 12)
     losses.append(find_loss(model, x))
     assert losses[1] < losses[0]
-    assert not optimizer._plan.kernels.is_supported
+    assert not optimizer._step.kernels.is_supported
 
 
 def test_launches_are_captured_and_read_rates_and_gradients_anew():
@@ -121,8 +121,8 @@ def test_launches_are_captured_and_read_rates_and_gradients_anew():
                 optimizer.param_groups[0]["weight_decay"] = 0.1
             take_steps(m, optimizer, x, 1)
             if m is other:
-                optimizer._plan.kernels.is_small = False
-        assert (optimizer._plan.kernels.graph is None) == (m is other)
+                optimizer._step.kernels.is_small = False
+        assert (optimizer._step.kernels.graph is None) == (m is other)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 

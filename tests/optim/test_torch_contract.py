@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import pathsgd
-from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+from pathsgd import BalancedMuon, PathAdam, PathMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.optim.rule import apply_steps, gradients_to_z, single_tensor
 from support.networks import Mlp, SmallResNet, build, traced
@@ -23,6 +23,7 @@ MAKERS = {
     "Adam": lambda m, x, **kw: PathNormalized(torch.optim.Adam, m, x, lr=kw.pop("lr", 1e-3), **kw),
     "PathAdam": lambda m, x, **kw: PathAdam(m, x, lr=kw.pop("lr", 1e-3), **kw),
     "PathMuon": lambda m, x, **kw: PathMuon(m, x, lr=kw.pop("lr", 1e-3), **kw),
+    "BalancedMuon": lambda m, x, **kw: BalancedMuon(m, x, lr=kw.pop("lr", 1e-3), **kw),
 }
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -73,7 +74,8 @@ def test_copies_and_pickles(make):
     expected = train(model, optimizer, x, steps=2)
     for other in copies:
         assert other.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
-        assert torch.equal(train(other.gamma_cache.model, other, x, steps=2), expected)
+        its_model = other._model if isinstance(other, BalancedMuon) else other.gamma_cache.model
+        assert torch.equal(train(its_model, other, x, steps=2), expected)
 
 
 @every
@@ -203,10 +205,11 @@ def test_low_precision_parameters():
         train(model, optimizer, x, steps=3)
         assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
         assert not unchanged(model, before)
+        optimizer = make(model, traced(Mlp, torch.bfloat16))
         before = weights(model)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        make(model, traced(Mlp, torch.bfloat16)).step()
+        optimizer.step()
         assert unchanged(model, before)
 
 
@@ -251,12 +254,13 @@ def test_a_compiled_step_is_one_graph_under_a_schedule(implementation):
         assert torch.equal(a, b) if implementation == "reference" else torch.allclose(a, b, rtol=1e-5)
 
 
-def test_compiling_a_relative_step_leaves_it_as_it_is():
+@pytest.mark.parametrize("make", [PathMuon, BalancedMuon])
+def test_compiling_a_relative_step_leaves_it_as_it_is(make):
     """It runs kernels of its own on a GPU, and is no slower for being called by compiled code."""
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
     counter = CompileCounter()
-    optimizers = PathMuon(model, x[:1]), PathMuon(other, x[:1])
+    optimizers = make(model, x[:1]), make(other, x[:1])
     steps = torch.compile(optimizers[0].step, backend=counter), optimizers[1].step
     for m, step in zip((model, other), steps, strict=True):
         for _ in range(3):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pathsgd.errors import PathError
 from pathsgd.geometry.balance_solver import solve_balance
-from pathsgd.geometry.class_edges import ClassFactors
+from pathsgd.geometry.class_edges import ClassFactors, at_rows, in_double, raise_to
 from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.least_mu import find_least_mu
 from pathsgd.geometry.norms import group_norm
@@ -99,13 +99,17 @@ def check_orders(p: float, q: float) -> None:
 def check_finite(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     """Refuses nan and inf, by the name of their parameter: on all ranks, if one of them holds it."""
     chosen = {name: tensors[name] for name in names}
-    bad = [float(not bool(local_part(t).detach().isfinite().all())) for t in chosen.values()]
+    bad = [float(not _is_finite(local_part(t).detach())) for t in chosen.values()]
     shards = [shards_of(t) for t in chosen.values()]
     on_gpu = any(dist.get_backend(shard.group) == "nccl" for own in shards for shard in own)
     found = reduce_over_ranks(torch.tensor(bad, device="cuda" if on_gpu else "cpu"), shards, largest=True)
     for name, is_bad in zip(chosen, found.tolist(), strict=True):
         if is_bad:
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
 
 
 def find_balancing_factors(
@@ -181,20 +185,23 @@ def find_rows(graph: PathGraph) -> dict[str, Tensor]:
 def measure_mu(tensors: Mapping[str, Tensor], p: float, q: float, rows: Mapping[str, Tensor] | None) -> float:
     """``mu_{p,q}`` of stored parameters; ``rows`` is needed if p and q differ. A collective call if they are
     sharded."""
-    if not tensors:
-        return 0.0
-    if p == q or rows is None:
-        norms = [
-            torch.linalg.vector_norm(_whole(t).detach(), p, dtype=torch.float64) for t in tensors.values()
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(norms), p))
-    whole = {name: _whole(tensor).detach().double().abs().cpu() for name, tensor in tensors.items()}
-    largest = max(float(tensor.max()) for tensor in whole.values() if tensor.numel()) or 1.0
-    sums = torch.zeros(1 + max(int(own.max()) for own in rows.values()), dtype=torch.float64)
-    for name, tensor in whole.items():
-        sums.index_add_(0, rows[name].expand(tensor.shape).flatten(), (tensor / largest).pow(p).flatten())
-    return largest * float(sums.pow(q / p).sum() ** (1 / q))
+    # Sharded ones are gathered one at a time: all of them may not fit.
+    ends = (x for tensor in tensors.values() if tensor.numel() for x in _whole(tensor).aminmax())
+    largest = max((abs(float(x)) for x in ends), default=0.0)
+    scale = math.ldexp(1, min(-math.frexp(largest)[1], 1000))  # powers may be out of range
+    units = rows if rows is not None and p != q else {}
+    sums = torch.zeros(1 + max((int(own.max()) for own in units.values()), default=0), dtype=torch.float64)
+    for name, tensor in tensors.items():
+        for place, x in in_double(_whole(tensor)):
+            powers = raise_to(x.mul_(scale), p)
+            if units:
+                index = at_rows(torch.atleast_1d(units[name]), place).expand(x.shape)
+                sums.index_add_(0, index.flatten(), powers.flatten().cpu())
+            else:
+                sums += powers.sum().cpu()
+    return float(sums.pow(q / p).sum() ** (1 / q)) / scale
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return torch.atleast_1d(whole.detach())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,12 @@ from pathsgd.geometry.sharded import Shard, local_part, shards_of
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.graph.unit_ties import compress
 
-CHUNK = 1 << 18
+CHUNK = 1 << 17
 """Entries that are taken to fp64 at a time, so that they stay in the cache."""
+SMALL = 1 << 10
+"""Up to so many edges of a layer are listed, where a matrix costs more than it saves."""
 ZERO = -(1 << 30)
 """The binary exponent of 0."""
-
-Combine = Callable[[Tensor, int], Tensor]
-"""``sum`` or ``amax`` along a dimension."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Matrix:
     heads: Tensor
     tails: Tensor
     degree: int
-    rows: Tensor
+    units: Tensor
     """By head, the unit whose incoming weights it is, numbered over the whole network."""
     held: tuple[Tensor, Tensor] | None = None
     """Which heads and which tails ``values`` has, if not all."""
@@ -104,7 +104,22 @@ class Edges:
     heads: Tensor
     tails: Tensor
     degrees: Tensor
-    rows: Tensor
+    units: Tensor
+
+    LISTS: ClassVar[tuple[str, ...]] = ("values", "heads", "tails", "degrees", "units")
+
+    @property
+    def is_loop(self) -> Tensor:
+        """Whether all equivalents have the same weight there: from a class to itself."""
+        return (self.heads == self.tails) & ((self.degrees == 1) | (self.heads == FIXED))
+
+    def select(self, chosen: Tensor) -> Edges:
+        return Edges(self.matrices, *(getattr(self, name)[chosen] for name in self.LISTS))
+
+    @staticmethod
+    def empty() -> Edges:
+        none = torch.empty(0, dtype=torch.int64)
+        return Edges([], none.double(), none, none, none, none)
 
 
 class EdgeLayout:
@@ -114,175 +129,128 @@ class EdgeLayout:
         name: of the parameter.
         edge: its classes, in its own shape.
         fixed: by class, whether it cannot be rescaled or is not to be.
-        rows: of its entries, the unit whose incoming weights they are; its shape broadcasts to the
-            parameter's.
-        merge_rows: whether the weights into all units that cannot be rescaled may be added up.
+        units: of its entries, the unit whose incoming weights they are, in a shape that broadcasts to the
+            parameter's; None if the weights into all units that cannot be rescaled may be added up.
         tensor: the parameter.
     """
 
     def __init__(
-        self, name: str, edge: EdgeClasses, fixed: Tensor, rows: Tensor, merge_rows: bool, tensor: Tensor
+        self, name: str, edge: EdgeClasses, fixed: Tensor, units: Tensor | None, tensor: Tensor
     ) -> None:
-        self.name, self.degree = name, edge.degree
-        self.shards: tuple[Shard, ...] = shards_of(tensor)
-        head = compress(torch.where(fixed[edge.head], FIXED, edge.head))
-        tail = compress(torch.where(fixed[edge.tail], FIXED, edge.tail))
-        row = compress(rows) if not merge_rows else head
-        by_head = [d for d in range(tensor.dim()) if head.shape[d] > 1 or row.shape[d] > 1]
-        by_tail = [d for d in range(tensor.dim()) if tail.shape[d] > 1]
-        self.is_matrix = not set(by_head) & set(by_tail)
-        if not self.is_matrix:
-            by_head, by_tail = sorted({*by_head, *by_tail}), []
-        rest = [d for d in range(tensor.dim()) if d not in (*by_head, *by_tail)]
-        self.order = (*by_head, *by_tail, *rest)
-        size = [tensor.shape[d] for d in by_head]
+        self.name, self.degree, self.shards = name, edge.degree, shards_of(tensor)
+        ends = (torch.where(fixed[ids], FIXED, ids) for ids in (edge.head, edge.tail))
+        self.head, self.tail = (compress(torch.atleast_1d(ids)) for ids in ends)
+        self._merges = units is None
+        self._unit = self.head if units is None else compress(torch.atleast_1d(units))
+        self.is_changed = bool((self.head != FIXED).any()) or bool((self.tail != FIXED).any())
+        self._shape = torch.broadcast_shapes(self.head.shape, self.tail.shape, self._unit.shape)
+        self._by_tail = [d for d, n in enumerate(self.tail.shape) if n > 1]
+        self._by_head = [d for d, n in enumerate(self._shape) if n > 1 and d not in self._by_tail]
+        overlap = any(ids.shape[d] > 1 for ids in (self.head, self._unit) for d in self._by_tail)
+        is_large = math.prod(self._shape) > SMALL and bool(self._by_head and self._by_tail)
+        self._is_matrix = is_large and not overlap
 
-        def along(ids: Tensor, dims: list[int]) -> Tensor:
-            shape = [n if d in dims else 1 for d, n in enumerate(tensor.shape)]
-            return ids.expand(shape).flatten()
-
-        self.heads, self.rows = along(head, by_head), along(row, by_head)
-        self.tails = along(tail, by_tail if self.is_matrix else by_head)
-        self.count = math.prod(size), (math.prod(tensor.shape[d] for d in by_tail))
-        self._dims = by_head, by_tail
-        self._shape = tuple(tensor.shape)
-        # Rows into units that are not rescaled stay apart only where a power is taken of their sums.
-        self.free_rows = (
-            (self.heads != FIXED).nonzero().flatten() if merge_rows else torch.arange(len(self.heads))
-        )
-        self.free_tails = (self.tails != FIXED).nonzero().flatten()
-        self.is_changed = bool((self.heads != FIXED).any()) or bool((self.tails != FIXED).any())
-
-    def reduce(
-        self, tensor: Tensor, of_entries: Callable[[Tensor, Tensor, Tensor], Tensor], largest: bool
-    ) -> Edges:
+    def reduce(self, tensor: Tensor, of_entries: Callable[[Tensor, slice], object], largest: bool) -> Edges:
         """One number for each edge.
 
         Args:
             tensor: the parameter.
-            of_entries: from entries (head, tail, others) and the numbers of their heads and tails to
-                numbers (head, tail).
+            of_entries: turns entries in fp64 into numbers of 0 and more, in place, given also which rows of
+                this rank's part they are.
             largest: whether numbers of one edge are combined by their maximum, not their sum.
         """
-        combine: Combine = (lambda x, d: x.amax(d)) if largest else (lambda x, d: x.sum(d))
-        if not self.is_matrix:
-            whole = tensor.full_tensor() if self.shards else tensor  # type: ignore[attr-defined]
-            view = whole.detach().permute(self.order).reshape(self.count[0], 1, -1)
-            heads = torch.arange(self.count[0])
-            found = torch.cat([of_entries(part, rows, rows) for part, rows in _chunks(view, heads)])[:, 0]
-            # A weight from a class to itself is the same in all equivalents.
-            kept = (self.heads != self.tails) | (self.degree != 1)
-            return self._as_list(found[kept], self.heads[kept], self.tails[kept], self.rows[kept])
-        rows, columns = (self._held(dims) for dims in self._dims)
-        view = local_part(tensor).detach().permute(self.order)
-        others = math.prod(view.shape[len(self._dims[0]) + len(self._dims[1]) :])
-        view = view.reshape(len(rows), len(columns), others)
-        if not others:  # there are more ranks than rows; a zero counts for nothing
-            view = view.new_zeros(len(rows), len(columns), 1)
-        free = torch.isin(columns, self.free_tails)
-        free_columns, fixed_columns = _as_index(free), _as_index(~free)
-        is_free_row = torch.isin(torch.arange(self.count[0]), self.free_rows)
-        between, from_fixed, into_fixed = [], [], []
-        for part, held in _chunks(view, rows):
-            numbers = of_entries(part, held, columns)
-            own = is_free_row[held]
-            chosen = numbers[_as_index(own)]
-            between.append(chosen[:, free_columns])
-            if not bool(free.all()):
-                from_fixed.append(combine(chosen[:, fixed_columns], 1))
-            if not bool(own.all()):
-                into_fixed.append(combine(numbers[_as_index(~own)], 0)[free_columns])
-        groups = tuple(shard.group for shard in self.shards)
-        matrices = []
-        lists = []
-        if len(self.free_rows) and len(self.free_tails):
-            values = torch.cat(between)
-            heads, tails = self.heads[self.free_rows], self.tails[self.free_tails]
-            matrix = Matrix(values, heads, tails, self.degree, self.rows[self.free_rows])
-            if self.shards:
-                places = (_places(self.free_rows, rows), _places(self.free_tails, columns))
-                matrix = replace(matrix, held=places, groups=groups)
-            if self.degree == 1:
-                own_heads, own_tails = matrix.at_heads(heads), matrix.at_tails(tails)
-                values.masked_fill_(own_heads[:, None] == own_tails, 0)
-            matrices.append(matrix)
-        if len(self.free_rows) and len(self.free_tails) < self.count[1]:
-            found = _spread(from_fixed, rows[is_free_row[rows]], self.count[0])
-            found = _over_ranks(found, groups, largest)[self.free_rows]
-            heads = self.heads[self.free_rows]
-            lists.append(
-                self._as_list(found, heads, torch.full_like(heads, FIXED), self.rows[self.free_rows])
-            )
-        if len(self.free_rows) < self.count[0] and len(self.free_tails):
-            merged = [combine(torch.stack(into_fixed), 0)] if into_fixed else []
-            found = _spread(merged, columns[free], self.count[1])
-            found = _over_ranks(found, groups, largest)[self.free_tails]
-            tails = self.tails[self.free_tails]
+        local = torch.atleast_1d(local_part(tensor).detach())
+        shape = [n if own > 1 else 1 for n, own in zip(local.shape, self._shape, strict=True)]
+        others = [d for d, n in enumerate(self._shape) if n == 1]
+        found = local.new_zeros(shape, dtype=torch.float64)
+        for rows, x in in_double(local):
+            of_entries(x, rows)
+            x, own = _combine(x, others, largest), at_rows(found, rows)
+            torch.maximum(own, x, out=own) if largest else own.add_(x)
+        found = found.cpu()
+        return self._as_matrix(found, largest) if self._is_matrix else self._as_list(found, largest)
+
+    def _as_list(self, found: Tensor, largest: bool) -> Edges:
+        if self.shards:
+            whole = torch.zeros(self._shape, dtype=torch.float64)
+            cut_ids(whole, self.shards).copy_(found)
+            found = _over_ranks(whole, self._groups, largest)
+        ends = (ids.expand(self._shape).flatten() for ids in (self.head, self.tail, self._unit))
+        return self._list_edges(found.flatten(), *ends)
+
+    def _as_matrix(self, found: Tensor, largest: bool) -> Edges:
+        heads, tails = self._along(self._by_head, self.head), self._along(self._by_tail, self.tail)
+        units = self._along(self._by_head, self._unit)
+        rows, columns = self._find_held(self._by_head), self._find_held(self._by_tail)
+        order = sorted(range(found.dim()), key=lambda d: (d not in self._by_head, d not in self._by_tail))
+        table = found.permute(order).reshape(len(rows), len(columns))
+        # Weights into units that are not rescaled stay apart only where a power is taken of their sums.
+        free = (heads != FIXED) | (not self._merges), tails != FIXED
+        own = free[0][rows], free[1][columns]
+        upper, lower = _take(table, own[0], 0), _take(table, ~own[0], 0)
+        values = _take(upper, own[1], 1)
+        places = tuple((f.cumsum(0) - 1)[n[o]] for f, n, o in zip(free, (rows, columns), own, strict=True))
+        held = (places[0], places[1]) if self.shards else None
+        heads, tails, units = heads[free[0]], tails[free[1]], units[free[0]]
+        matrix = Matrix(values, heads, tails, self.degree, units, held, self._groups)
+        parts = []
+        if not bool(free[1].all()):
+            found = matrix.complete(_combine(_take(upper, ~own[1], 1), [1], largest).flatten(), 0, largest)
+            parts.append(self._list_edges(found, heads, torch.full_like(heads, FIXED), units))
+        if not bool(free[0].all()):
+            found = matrix.complete(_combine(_take(lower, own[1], 1), [0], largest).flatten(), 1, largest)
             fixed = torch.full_like(tails, FIXED)
-            lists.append(self._as_list(found, fixed, tails, fixed))
-        joined = join_edges(lists)
-        return replace(joined, matrices=matrices)
+            parts.append(self._list_edges(found, fixed, tails, fixed))
+        if self.degree == 1 and bool(torch.isin(heads, tails).any()):
+            is_loop = matrix.at_heads(heads)[:, None] == matrix.at_tails(tails)
+            loops = matrix.complete(_combine(values * is_loop, [1], largest).flatten(), 0, largest)
+            parts.append(self._list_edges(loops, heads, heads, units))
+            values.masked_fill_(is_loop, 0)
+        return replace(join_edges(parts), matrices=[matrix])
 
-    def _as_list(self, values: Tensor, heads: Tensor, tails: Tensor, rows: Tensor) -> Edges:
-        return Edges([], values, heads, tails, torch.full_like(heads, self.degree), rows)
+    def _list_edges(self, values: Tensor, heads: Tensor, tails: Tensor, units: Tensor) -> Edges:
+        found = Edges([], values, heads, tails, torch.full_like(heads, self.degree), units)
+        return found.select(~found.is_loop) if self._merges else found
 
-    def _held(self, dims: list[int]) -> Tensor:
+    @property
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(shard.group for shard in self.shards)
+
+    def _along(self, dims: list[int], ids: Tensor) -> Tensor:
+        return ids.expand([n if d in dims else 1 for d, n in enumerate(self._shape)]).flatten()
+
+    def _find_held(self, dims: list[int]) -> Tensor:
         """The numbers, along these dimensions, of the entries that this rank holds."""
-        shape = [self._shape[d] for d in dims]
-        numbers = torch.arange(math.prod(shape)).reshape(shape)
-        for shard in self.shards:
-            if shard.dim in dims:
-                numbers = numbers.narrow(dims.index(shard.dim), shard.start, shard.length)
-        return numbers.flatten()
+        shape = [n if d in dims else 1 for d, n in enumerate(self._shape)]
+        return cut_ids(torch.arange(math.prod(shape)).reshape(shape), self.shards).flatten()
 
 
 def join_edges(parts: list[Edges]) -> Edges:
-    empty = torch.empty(0, dtype=torch.int64)
-
-    def join(name: str) -> Tensor:
-        found = [getattr(part, name) for part in parts]
-        return torch.cat(found) if found else empty
-
-    matrices = [matrix for part in parts for matrix in part.matrices]
-    return Edges(matrices, *map(join, ("values", "heads", "tails", "degrees", "rows")))
+    parts = parts or [Edges.empty()]
+    joined = (torch.cat([getattr(part, name) for part in parts]) for name in Edges.LISTS)
+    return Edges([matrix for part in parts for matrix in part.matrices], *joined)
 
 
 def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
     """The binary exponent of the largest weight of every edge."""
 
-    def of_entries(entries: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
-        return (
-            torch.linalg.vector_norm(entries, math.inf, dim=2).cpu()
-            if entries.shape[2] > 1
-            else entries[:, :, 0].abs().cpu()
-        )
-
     def exponent(x: Tensor) -> Tensor:
-        return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
+        return torch.where(x > 0, torch.frexp(x).exponent.long(), ZERO)
 
-    found = layout.reduce(tensor, of_entries, largest=True)
+    found = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
     matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in found.matrices]
     return replace(found, matrices=matrices, values=exponent(found.values))
 
 
 def sum_powers(layout: EdgeLayout, tensor: Tensor, p: float, exponents: Tensor, shift: int) -> Edges:
     """The sum of ``|w 2^(e_head - degree e_tail - shift)|^p`` of every edge, given e of every class."""
-    by_head = exponents[layout.heads]
-    by_tail = -layout.degree * exponents[layout.tails]
-    highest = int(by_head.max()) if len(by_head) else 0
+    head, tail = (exponents[cut_ids(ids, layout.shards)] for ids in (layout.head, layout.tail))
+    factors = split_factors(head, layout.degree * tail + shift, tensor.device)
 
-    at_head, at_tail = power_of_two(by_head - highest), power_of_two(by_tail + highest - shift)
-    at_tail = at_tail[None, :, None] if layout.is_matrix else at_tail[:, None, None]
-    at_head, at_tail = at_head[:, None, None].to(tensor.device), at_tail.to(tensor.device)
-    scales_heads = bool((at_head != 1).any())
-
-    def of_entries(entries: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
-        x = entries.double()
-        if scales_heads:
-            x = x * at_head[heads]
-        x = x * (at_tail[:, tails] if layout.is_matrix else at_tail[tails])
-        x = x.mul_(x) if p == 2 else x.abs_().pow_(p)
-        return (x.sum(2) if x.shape[2] > 1 else x[:, :, 0]).cpu()
+    def of_entries(x: Tensor, rows: slice) -> None:
+        for factor in factors:
+            x.mul_(at_rows(factor, rows))
+        raise_to(x, p)
 
     return layout.reduce(tensor, of_entries, largest=False)
 
@@ -300,26 +268,48 @@ class ClassFactors:
     def scale_(self, tensor: Tensor, edge: EdgeClasses) -> None:
         """Multiplies every entry of a parameter, or of what is shaped as one, by ``factor(head) /
         factor(tail)^degree``, in fp64."""
-        # Whether it is written at all is the same on all ranks: an optimizer looks for writes.
-        ends = edge.head, edge.tail
-        if all(bool((self.exponent[ids] == 0).all() & (self.mantissa[ids] == 1).all()) for ids in ends):
+        ends = torch.cat([edge.head.flatten(), edge.tail.flatten()])
+        if bool((self.exponent[ends] == 0).all() & (self.mantissa[ends] == 1).all()):
             return
-        edge, tensor = cut_edges(edge, shards_of(tensor)), local_part(tensor).detach()
+        edge, tensor = cut_edges(edge, shards_of(tensor)), torch.atleast_1d(local_part(tensor).detach())
         if not tensor.numel():
-            tensor.zero_()
-            return
-        head, tail = self.exponent[edge.head], edge.degree * self.exponent[edge.tail]
-        highest = head.max()  # factors may be out of range where their quotients are not
-        at_head = self.mantissa[edge.head] * power_of_two(head - highest)
-        at_tail = self.mantissa[edge.tail] ** -edge.degree * power_of_two(highest - tail)
-        at_head, at_tail = at_head.to(tensor.device), at_tail.to(tensor.device)
-        step = (
-            max(1, CHUNK * (64 if tensor.is_cuda else 1) // max(1, tensor[0].numel())) if tensor.dim() else 1
+            tensor.zero_()  # other ranks write theirs, and an optimizer on all of them looks for writes
+        head, tail = torch.atleast_1d(edge.head, edge.tail)
+        at_head, at_tail = split_factors(
+            self.exponent[head], edge.degree * self.exponent[tail], tensor.device
         )
-        for start in range(0, len(tensor) if tensor.dim() else 1, step):
-            part = tensor[start : start + step] if tensor.dim() else tensor
-            own = [x[start : start + step] if x.dim() and len(x) > 1 else x for x in (at_head, at_tail)]
-            part.copy_((part * own[0]).mul_(own[1]))  # in fp64, as factors are
+        at_head = at_head * self.mantissa[head].to(tensor.device)
+        at_tail = at_tail / self.mantissa[tail].to(tensor.device) ** edge.degree
+        factors = [x for x in (at_head, at_tail) if bool((x != 1).any())]
+        for rows, x in in_double(tensor):
+            for factor in factors:
+                x.mul_(at_rows(factor, rows))
+            tensor[rows] = x
+
+
+def in_double(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a tensor at a time, in fp64: which they are, and a buffer that may be written to."""
+    step = CHUNK * (64 if tensor.is_cuda else 1) // max(1, math.prod(tensor.shape[1:])) or 1
+    buffer = torch.empty_like(tensor[:step], dtype=torch.float64)
+    for start in range(0, len(tensor) if tensor.numel() else 0, step):
+        part = tensor[start : start + step]
+        yield slice(start, start + len(part)), buffer[: len(part)].copy_(part)
+
+
+def raise_to(x: Tensor, p: float) -> Tensor:
+    """``|x|^p``, in place."""
+    return x.mul_(x) if p == 2 else x.abs_().pow_(p)
+
+
+def at_rows(x: Tensor, rows: slice) -> Tensor:
+    """Some rows, along the first axis, of what has one for each or one for all."""
+    return x[rows] if len(x) > 1 else x
+
+
+def split_factors(head: Tensor, tail: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``2^head`` and ``2^-tail``, but for a common factor: alone they may be out of range."""
+    highest = head.max() if head.numel() else 0
+    return power_of_two(head - highest).to(device), power_of_two(highest - tail).to(device)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -329,36 +319,29 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def cut_edges(edge: EdgeClasses, shards: tuple[Shard, ...]) -> EdgeClasses:
     """The classes at the ends of the entries that this rank holds."""
-
-    def cut(ids: Tensor) -> Tensor:
-        for shard in shards:
-            if ids.shape[shard.dim] > 1:
-                ids = ids.narrow(shard.dim, shard.start, shard.length)
-        return ids
-
-    return EdgeClasses(cut(edge.head), cut(edge.tail), edge.degree) if shards else edge
+    return EdgeClasses(cut_ids(edge.head, shards), cut_ids(edge.tail, shards), edge.degree)
 
 
-def _chunks(view: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    step = max(1, CHUNK // max(1, view[0].numel() if len(view) else 1)) * (64 if view.is_cuda else 1)
-    yield from zip(view.split(step), rows.split(step), strict=True)
+def cut_ids(ids: Tensor, shards: tuple[Shard, ...]) -> Tensor:
+    """What belongs to the entries that this rank holds, of what has size one where it does not change."""
+    for shard in shards:
+        if ids.shape[shard.dim] > 1:
+            ids = ids.narrow(shard.dim, shard.start, shard.length)
+    return ids
 
 
-def _as_index(chosen: Tensor) -> Tensor | slice:
-    """As a mask, but a view where it chooses all."""
-    return slice(None) if bool(chosen.all()) else chosen.nonzero().flatten()
+def _take(table: Tensor, chosen: Tensor, dim: int) -> Tensor:
+    """What is chosen along a dimension: a view, if it is in one piece."""
+    index = chosen.nonzero().flatten()
+    if len(index) and int(index[-1] - index[0]) == len(index) - 1:
+        return table.narrow(dim, int(index[0]), len(index))
+    return table.index_select(dim, index)
 
 
-def _places(chosen: Tensor, held: Tensor) -> Tensor:
-    """The places in ``chosen`` of those of its entries that are held."""
-    return torch.isin(chosen, held).nonzero().flatten()
-
-
-def _spread(parts: list[Tensor], places: Tensor, size: int) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.float64)
-    if parts:
-        whole[places] = torch.cat(parts).double()
-    return whole
+def _combine(x: Tensor, dims: list[int], largest: bool) -> Tensor:
+    if not dims:
+        return x
+    return x.amax(dims, keepdim=True) if largest and x.numel() else x.sum(dims, keepdim=True)
 
 
 def _over_ranks(values: Tensor, groups: tuple[dist.ProcessGroup, ...], largest: bool) -> Tensor:

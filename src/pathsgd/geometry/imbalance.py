@@ -9,14 +9,15 @@ factors of the units these weights come from.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError
+from pathsgd.geometry.balance import check_orders, find_balancing_factors, find_rows, measure_mu
 from pathsgd.geometry.balance_solver import solve_balance
-from pathsgd.geometry.gamma import check_p
 from pathsgd.geometry.norms import path_norm, unit_norms
 from pathsgd.geometry.rescale import name_factors
 from pathsgd.geometry.unit_groups import Group, unit_groups
@@ -61,10 +62,12 @@ class Imbalance:
     """What :func:`pathsgd.imbalance` found.
 
     Attributes:
-        p: the order of the norms.
+        p: the order of the norms over the weights into a unit.
+        q: the order of the norm over units.
         log_phi: the natural logarithm of the path norm, by region as ``print(graph)`` numbers them.
-        mu: ``mu_{p,inf}`` of the network, the largest norm of the weights into a unit.
-        mu_balanced: the least ``mu_{p,inf}`` of all its equivalents.
+        mu: ``mu_{p,q}`` of the network as :func:`pathsgd.balance` counts it; for ``q = math.inf`` the largest
+            norm of the weights into a unit.
+        mu_balanced: the least of all its equivalents.
         layers: the same unit by unit, summed up for every layer.
         factors: what turns the network into its balanced equivalent, for :func:`pathsgd.rescale`.
 
@@ -75,6 +78,7 @@ class Imbalance:
     """
 
     p: float
+    q: float
     log_phi: dict[int, float]
     mu: float
     mu_balanced: float
@@ -88,33 +92,36 @@ class Imbalance:
 
 
 @torch.no_grad()
-def imbalance(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> Imbalance:
+def imbalance(
+    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, q: float = 2
+) -> Imbalance:
     """Measures how far ``model`` is from its balanced equivalent; nothing is changed.
 
     Args:
         model: the module to measure.
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
-        p: the order of the norms, from 1 to ``math.inf``.
+        p: as in :func:`pathsgd.balance`.
+        q: as in :func:`pathsgd.balance`.
 
     Returns:
         An :class:`Imbalance`: norms, their balanced values, and the factors that balance the model.
 
     Raises:
         TraceError: the model cannot be traced.
-        PathError: p is invalid, a tensor is not finite, or the graph is of another model.
+        PathError: p or q is invalid, a tensor is not finite, or the graph is of another model.
 
     Example:
         >>> import pathsgd
         >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
         >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
         >>> found = imbalance(model)
-        >>> found.mu, found.mu_balanced, found.layers[0].imbalance.largest
-        (8.0, 2.0, 2.0)
+        >>> found.mu**2, found.mu_balanced**2, found.layers[0].imbalance.largest
+        (64.25, 8.0, 2.0)
         >>> pathsgd.rescale(model, None, found.factors)
         >>> model[0].weight.item(), model[2].weight.item()
         (2.0, 2.0)
     """
-    check_p(p)
+    check_orders(p, q)
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
     for name, tensor in tensors.items():
@@ -123,15 +130,33 @@ def imbalance(model: nn.Module, example_input: Example | PathGraph | None = None
     regions = range(len(graph.parameter_regions()))
     log_phi = {k: float(path_norm(model, graph, p, log=True, region=k)) for k in regions}
     units = unit_classes_of(graph)
-    mu_balanced, log_factors = solve_balance(graph, tensors, units, float(p))
     norms = unit_norms(graph, tensors, p).cpu().double()
-    mu = float(norms.max()) if norms.numel() else 0.0
-    layers = _layers(graph, units, norms, log_factors / -math.log(2))
-    return Imbalance(p, log_phi, mu, mu_balanced, layers, name_factors(units, log_factors.exp()))
+    if math.isinf(q):
+        mu_balanced, log_factors = solve_balance(graph, tensors, units, float(p))
+        mu, octaves = float(norms.max()) if norms.numel() else 0.0, log_factors / math.log(2)
+    else:
+        mu, mu_balanced, octaves = _compare(graph, {name: tensors[name] for name in units.parameters}, p, q)
+    # Units that feed a square could be rescaled, but for q = inf balancing leaves them as they are.
+    kept = units.squared if math.isinf(q) else torch.zeros_like(units.squared)
+    layers = _layers(graph, units, norms, -octaves, kept)
+    return Imbalance(p, q, log_phi, mu, mu_balanced, layers, name_factors(units, octaves.exp2()))
+
+
+def _compare(
+    graph: PathGraph, tensors: Mapping[str, Tensor], p: float, q: float
+) -> tuple[float, float, Tensor]:
+    """``mu_{p,q}`` of a network and of its balanced equivalent, and log2 of the factors that lead there."""
+    units, rows = unit_classes_of(graph), None if p == q else find_rows(graph)
+    factors = find_balancing_factors(tensors, units, p, q, rows)
+    balanced = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name, tensor in balanced.items():
+        factors.scale_(tensor, units.parameters[name])
+    octaves = factors.mantissa.log2() + factors.exponent
+    return measure_mu(tensors, p, q, rows), measure_mu(balanced, p, q, rows), octaves
 
 
 def _layers(
-    graph: PathGraph, units: UnitClasses, norms: Tensor, imbalances: Tensor
+    graph: PathGraph, units: UnitClasses, norms: Tensor, imbalances: Tensor, kept: Tensor
 ) -> tuple[LayerImbalance, ...]:
     """The groups of units in order of evaluation; those with the same owners are one layer, as the parts of
     an attention's input projection are."""
@@ -147,8 +172,7 @@ def _layers(
     layers = []
     for (owners, region), groups in found.items():
         heads, own = (torch.cat(parts) for parts in zip(*groups, strict=True))
-        # Units that feed a square could be rescaled, but balancing leaves them as they are.
-        free = (heads != FIXED) & ~units.squared[heads]
+        free = (heads != FIXED) & ~kept[heads]
         spread = Spread.of(imbalances[heads[free]])
         layers.append(LayerImbalance(owners, region, len(heads), int(free.sum()), Spread.of(own), spread))
     return tuple(layers)

@@ -43,6 +43,9 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 LOG_2 = math.log(2)
 TOLERANCE = 1e-13
 """Of ``log(arriving / leaving)``."""
+ROUNDED = 1e-9
+"""Up to here rounding may keep it, in deep networks; where it no longer falls for so many rounds:"""
+PATIENCE = 10
 ROUNDS = 2000
 OMEGA = 0.8
 MEMORY = 8
@@ -70,13 +73,13 @@ def find_least_mu(
         q: the order of the norm over units.
         rows: if p and q differ, by parameter the units that its entries lead into.
     """
-    merge = p == q
-    layouts = []
-    for name, edge in edges.items():
-        unit = edge.head if merge or rows is None else rows[name]
-        layout = EdgeLayout(name, edge, fixed, unit, merge, tensors[name])
-        if layout.is_changed or not merge:
-            layouts.append(layout)
+    units = rows if rows is not None and p != q else {}
+    layouts = [EdgeLayout(name, edge, fixed, units.get(name), tensors[name]) for name, edge in edges.items()]
+    layouts = [layout for layout in layouts if layout.is_changed or units]
+    if not layouts:
+        return ClassFactors(
+            torch.ones(len(fixed), dtype=torch.float64), torch.zeros_like(fixed, dtype=torch.int64)
+        )
     largest = [find_largest(layout, tensors[layout.name]) for layout in layouts]
     exponents, from_fixed = _find_exponents(join_edges(largest), fixed)
     found = []
@@ -86,7 +89,8 @@ def find_least_mu(
         found.append(_take_logarithms(powers, p * shift * LOG_2))
     layers = _find_layers(layouts, len(fixed))
     t = _Solver(join_edges(found), fixed, from_fixed, layers, p, q).run()
-    whole = torch.round(t / LOG_2)
+    # Halves are always rounded down, so that a second call changes nothing.
+    whole = torch.ceil(t / LOG_2 - 0.5 - 1e-9)
     return ClassFactors((t - whole * LOG_2).exp(), exponents + whole.long())
 
 
@@ -109,10 +113,9 @@ def _find_exponents(largest: Edges, fixed: Tensor) -> tuple[Tensor, Tensor]:
             reached = known.clone()
         if _reach_tails(largest, exponents, known):
             continue
-        left = (~known).nonzero().flatten()
-        if not len(left):
+        if bool(known.all()):
             return exponents, reached
-        known[left[0]] = True
+        known |= _choose(~known, _find_joined(largest, len(fixed)))
 
 
 def _reach_heads(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
@@ -145,6 +148,24 @@ def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
         if _learn(exponents, known, edges.tails, found, degree):
             return True
     return False
+
+
+def _find_joined(edges: Edges, count: int) -> Tensor:
+    """By class, whether a weight that is not zero leads into it or out of it."""
+    used = edges.values > ZERO // 2
+    found = [edges.heads[used], edges.tails[used]]
+    for matrix in edges.matrices:
+        found.append(matrix.heads[matrix.find_largest(torch.zeros_like(matrix.tails)) > ZERO // 2])
+        found.append(matrix.tails[matrix.find_largest_by_tail(torch.zeros_like(matrix.heads)) > ZERO // 2])
+    joined = torch.zeros(count, dtype=torch.bool)
+    joined[torch.cat(found)] = True
+    return joined
+
+
+def _choose(left: Tensor, joined: Tensor) -> Tensor:
+    """Of classes that are left, those without any weights; if there are none, the first."""
+    alone = left & ~joined
+    return alone if bool(alone.any()) else torch.arange(len(left)) == left.nonzero()[0]
 
 
 def _learn(exponents: Tensor, known: Tensor, classes: Tensor, found: Tensor, degree: int) -> bool:
@@ -181,7 +202,7 @@ def _find_layers(layouts: list[EdgeLayout], count: int) -> Tensor:
     together = UnionFind(1)
     node[FIXED] = 0
     for layout in layouts:
-        for classes in (layout.heads, layout.tails):
+        for classes in (layout.head, layout.tail):
             free = classes[classes != FIXED].unique()
             if not len(free):
                 continue
@@ -207,12 +228,13 @@ def _log_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Flow:
-    """What arrives at every class and what leaves it, in logarithms."""
+    """What arrives at every class and what leaves it, and mu^q; all in logarithms."""
 
     arriving: Tensor
     leaving: Tensor
     between: Tensor
-    """log of the sums of S over the edges from one layer to another, for each two layers that are joined."""
+    """Sums of S over the edges from one layer to another, for each two layers that are joined."""
+    total: float
 
 
 class _Past:
@@ -250,8 +272,9 @@ class _Solver:
         # The edges of the list, then one for every row of a matrix; and one for every column.
         self.heads = torch.cat([edges.heads, *(m.heads for m in edges.matrices)])
         self.tails = torch.cat([edges.tails, *(m.tails for m in edges.matrices)])
-        self.rows = torch.cat([edges.rows, *(m.rows for m in edges.matrices)])
-        self.row_count = int(self.rows.max()) + 1 if len(self.rows) else 0
+        self.units = torch.cat([edges.units, *(m.units for m in edges.matrices)])
+        self.no_weight = torch.zeros(int(self.units.max()) + 1 if len(self.units) else 0, dtype=torch.float64)
+        self.is_loop = edges.is_loop
         self.degree = torch.ones(self.count, dtype=torch.float64)
         degrees = torch.cat([edges.degrees, *(torch.full_like(m.tails, m.degree) for m in edges.matrices)])
         self.degree.scatter_reduce_(0, self.tails, degrees.double(), "amax")
@@ -264,12 +287,13 @@ class _Solver:
         tails = [layer.expand(len(m.heads)) for m in matrices for layer in [self.layers[m.tails[:1]]]]
         tail = torch.cat([self.layers[self.edges.tails], *tails])
         degree = torch.cat([self.edges.degrees, *(torch.full_like(m.heads, m.degree) for m in matrices)])
-        joined = torch.stack([self.layers[self.heads], tail, degree], 1)
-        pairs, self.pair = joined.unique(dim=0, return_inverse=True)
+        most = self.layer_count, int(degree.max()) + 1 if len(degree) else 1
+        joined = (self.layers[self.heads] * most[0] + tail) * most[1] + degree
+        pairs, self.pair = joined.unique(return_inverse=True)
         numbers = torch.arange(len(pairs))
         coefficients = torch.zeros(len(pairs), self.layer_count, dtype=torch.float64)
-        coefficients[numbers, pairs[:, 0]] += 1
-        coefficients[numbers, pairs[:, 1]] -= pairs[:, 2].double()
+        coefficients[numbers, pairs // most[1] // most[0]] += 1
+        coefficients[numbers, pairs // most[1] % most[0]] -= (pairs % most[1]).double()
         self.coefficients = coefficients[:, 1:]
 
     def run(self) -> Tensor:
@@ -283,24 +307,23 @@ class _Solver:
         active = self.live | self.fixed
         t = t + self._equalize_layers(self._measure(t, active))[self.layers]
         least, best, step, past = math.inf, t, t, _Past()
+        smallest, idle = math.inf, 0
         for _ in range(ROUNDS):
             flow = self._measure(t, active)
-            total = float(flow.between.logsumexp(0))
-            if total > least + 1e-12:  # too far
+            if flow.total > least + 1e-12:  # too far
                 step, past = step / 2, _Past()
                 t = best + step
                 continue
             gap = torch.where(self.live, flow.leaving - flow.arriving, 0)
-            if float(gap.abs().max()) <= TOLERANCE + 1e-15 * self.order * float(t.abs().max()):
+            size = float(gap.abs().max())
+            idle = 0 if size < smallest / 2 else idle + 1
+            smallest = min(smallest, size)
+            if size <= TOLERANCE or (idle >= PATIENCE and size <= ROUNDED):
                 return t
-            least, best = min(least, total), t
+            least, best = min(least, flow.total), t
             step = self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow)
             t = past.extrapolate(t, step)
-        if float(gap.abs().max()) <= 1e-9:
-            return best
-        raise PathError(
-            f"balance did not converge: arriving and leaving weights still differ by {gap.abs().max():.1e}"
-        )
+        raise PathError(f"balance did not converge: arriving and leaving weights still differ by {size:.1e}")
 
     def _measure(self, t: Tensor, active: Tensor) -> _Flow:
         edges, p = self.edges, self.p
@@ -308,26 +331,26 @@ class _Solver:
         at_tail = torch.where(active, -p * t, -math.inf)
         rows = [m.sum_rows(m.degree * at_tail[m.tails]) + at_head[m.heads] for m in edges.matrices]
         single = edges.values + at_head[edges.heads] + edges.degrees * at_tail[edges.tails]
+        values, weight = torch.cat([single, *rows]), self.no_weight
         if self.p != self.q:
-            index = torch.cat([edges.rows, *(m.rows for m in edges.matrices)])
-            weight = (self.q / p - 1) * _log_sum(torch.cat([single, *rows]), index, self.row_count)
-            weight = torch.where(weight.isfinite(), weight, 0)
-        else:
-            weight = torch.zeros(self.row_count, dtype=torch.float64)
-        rows = [own + weight[m.rows] for own, m in zip(rows, edges.matrices, strict=True)]
-        single = single + weight[edges.rows]
+            sums = _log_sum(values, self.units, len(weight))
+            total = float((self.q / p * sums).logsumexp(0))
+            weight = torch.where(sums.isfinite(), (self.q / p - 1) * sums, 0)
+            values = values + weight[self.units]
+            values[: len(single)].masked_fill_(self.is_loop, -math.inf)
         columns = [
-            m.sum_columns(at_head[m.heads] + weight[m.rows])
+            m.sum_columns(at_head[m.heads] + weight[m.units])
             + m.degree * at_tail[m.tails]
             + math.log(m.degree)
             for m in edges.matrices
         ]
-        values = torch.cat([single, *rows])
-        leaving = torch.cat([single + edges.degrees.double().log(), *columns])
+        leaving = torch.cat([values[: len(single)] + edges.degrees.double().log(), *columns])
+        between = _log_sum(values, self.pair, len(self.coefficients))
         return _Flow(
             _log_sum(values, self.heads, self.count),
             _log_sum(leaving, self.tails, self.count),
-            _log_sum(values, self.pair, len(self.coefficients)),
+            between,
+            total if self.p != self.q else float(between.logsumexp(0)),
         )
 
     # Layers
@@ -404,8 +427,9 @@ class _Solver:
             elif bool((out > -math.inf).any()):
                 new, change = out > -math.inf, (out / self.p - leaving) / self.degree
             else:
-                new = torch.arange(self.count) == (~settled).nonzero()[0]
-                change = torch.zeros_like(t)
+                among = self._measure(t, ~settled)
+                joined = (among.arriving > -math.inf) | (among.leaving > -math.inf)
+                new, change = _choose(~settled, joined), torch.zeros_like(t)
             t = torch.where(new, change, t)
             settled = settled | new
         return t

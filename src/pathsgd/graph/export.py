@@ -406,7 +406,8 @@ def _copy_values(model: nn.Module, values: Iterable[Any]) -> list[tuple[Tensor, 
         if type(value) not in (Tensor, nn.Parameter) or id(value) in registered:
             continue
         with contextlib.suppress(Exception), torch.no_grad():  # a sparse tensor has no address
-            if value.nbytes <= left:
+            # fully_shard frees the memory of a whole parameter, but keeps the tensor: to read it crashes
+            if value.nbytes <= left and (value.untyped_storage().nbytes() or not value.nbytes):
                 copies.append((value, value.data, value.data.clone(), versions([value])))
                 left -= value.nbytes
     return copies

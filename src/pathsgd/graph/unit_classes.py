@@ -11,6 +11,7 @@ symmetry that ties two units by anything but equality is not offered.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -106,19 +107,24 @@ class _Search:
         for k, node in reversed(list(enumerate(self.graph.nodes))):
             if k in alive:
                 alive.update(node.inputs)
-        reached = {self.ties.find(unit) for k in alive for unit in torch.unique(self.ids[k]).tolist()}
+        roots = self.ties.find_roots()
+        reached = self._contain(roots, alive)
         for k in range(len(self.ids)):
             if k not in alive:
-                units = torch.unique(self.ids[k])
-                dead = [unit for unit in units.tolist() if self.ties.find(unit) not in reached]
-                self.ties.fix(torch.tensor(dead, dtype=torch.int64))
+                self.ties.fix(self.ids[k][~reached[roots[self.ids[k]]]])
 
     def fix_unread(self) -> None:
         """A unit that no weight reads, as one that is sliced off, has nothing to be divided by its factor."""
-        sources = {source for k in self.edges for source in self.graph.nodes[k].inputs}
-        read = {self.ties.find(unit) for k in sources for unit in torch.unique(self.ids[k]).tolist()}
-        unread = [unit for unit in range(len(self.ties)) if self.ties.find(unit) not in read]
-        self.ties.fix(torch.tensor(unread, dtype=torch.int64))
+        roots = self.ties.find_roots()
+        read = self._contain(roots, {source for k in self.edges for source in self.graph.nodes[k].inputs})
+        self.ties.fix((~read[roots]).nonzero().flatten())
+
+    def _contain(self, roots: Tensor, chosen: Iterable[int]) -> Tensor:
+        """By root, whether the values of these nodes have units of its class."""
+        found = torch.zeros(len(roots), dtype=torch.bool)
+        for k in chosen:
+            found[roots[self.ids[k]]] = True
+        return found
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)
@@ -256,8 +262,7 @@ class _Search:
         self.shared = first
 
     def collect(self) -> UnitClasses:
-        roots = torch.tensor([self.ties.find(k) for k in range(len(self.ties))])
-        unique, number = torch.unique(roots, return_inverse=True)
+        unique, number = torch.unique(self.ties.find_roots(), return_inverse=True)
         assert int(unique[0]) == FIXED
 
         def final(edge: EdgeClasses) -> EdgeClasses:

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.nodes import Permute, Shape, Stored
-from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.views import view_tensor
 
 FIXED = 0
 """The unit that cannot be rescaled: what is tied to it cannot be, either."""
 
 
-class UnitTies(UnionFind):
-    """Union-find over units, by tensors of their numbers. Tensors have size one along axes on which they do
+class UnitTies:
+    """Disjoint sets of units, by tensors of their numbers. Tensors have size one along axes on which they do
     not change."""
 
     def __init__(self) -> None:
-        super().__init__(FIXED + 1)
+        self.count = FIXED + 1
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def fresh(self, shape: Shape) -> Tensor:
         """Units of their own."""
-        numbers = self.grow(math.prod(shape))
-        return torch.arange(numbers.start, numbers.stop).reshape(shape)
+        start, self.count = self.count, self.count + math.prod(shape)
+        return torch.arange(start, self.count).reshape(shape)
 
     def tie(self, a: Tensor, b: Tensor) -> None:
         """Units in the same place become one class."""
@@ -40,10 +40,21 @@ class UnitTies(UnionFind):
 
     def _tie_pairs(self, a: Tensor, b: Tensor) -> None:
         different = a != b
-        count = len(self)
-        pairs = torch.unique(a[different] * count + b[different])  # numbers are sorted sooner than rows
-        for pair in pairs.tolist():
-            self.union(*divmod(pair, count))
+        self._pairs.append((a[different], b[different]))
+
+    def find_roots(self) -> Tensor:
+        """By unit, the smallest of its class."""
+        root = torch.arange(self.count)
+        a, b = (torch.cat(units) for units in zip(*self._pairs, strict=True)) if self._pairs else (root, root)
+        while True:
+            a, b = root[a], root[b]
+            apart = a != b
+            if not bool(apart.any()):
+                return root
+            a, b = a[apart], b[apart]
+            root.scatter_reduce_(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
+            while not torch.equal(root, shorter := root[root]):
+                root = shorter
 
     def fix(self, ids: Tensor) -> None:
         """These units cannot be rescaled."""
@@ -70,8 +81,8 @@ class UnitTies(UnionFind):
             return ids
         permutes = [view for view in stored.views if isinstance(view, Permute)]
         if len(permutes) == len(stored.views):
-            for view in reversed(permutes):
-                ids = ids.permute([view.dims.index(d) for d in range(ids.dim())])
+            for permute in reversed(permutes):
+                ids = ids.permute([permute.dims.index(d) for d in range(ids.dim())])
             return ids
         index = torch.arange(math.prod(shape)).reshape(shape)
         for view in stored.views:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,14 +31,15 @@ class Inspect:
                  and where and why a region of paths ends
     log phi_p    the natural logarithm of the path norm, finite at any depth; one for each region. Rescaling
                  does not change it
-    mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance. Their ratio
-                 is 1 for a balanced network, and where units that cannot be rescaled have the largest norm
+    mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance(q=inf). Their
+                 ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
+                 norm
     the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
                  and their imbalance
 
-    The imbalance of a unit is -log2 of the factor that pathsgd.balance would multiply it by: the network is
-    its balanced equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights
-    into the unit are 32 times too large, and those out of it 32 times too small.
+    The imbalance of a unit is -log2 of the factor that it would multiply it by: the network is its balanced
+    equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights into the unit
+    are 32 times too large, and those out of it 32 times too small.
 
     Importing a module runs the code in it, so inspect code you trust. Weights are read by
     torch.load(weights_only=True), which runs none.
@@ -72,7 +74,7 @@ class Inspect:
     json: bool = False
     """Print JSON instead of tables."""
     save_balanced: Path | None = None
-    """Write the state dict of the balanced model to this file."""
+    """Write the state dict of the balanced model, that of least mu_{p,inf}, to this file."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         graph = _trace(model, example, batch_dim)
     if not options.json:
         print(graph, end="\n\n", flush=True)
-    found = imbalance(model, graph, options.p)
+    found = imbalance(model, graph, options.p, math.inf)
     if options.region is not None:
         found = _select_region(found, options.region)
     if options.json:

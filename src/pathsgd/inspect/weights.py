@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,9 @@ def _unwrap(state: Any) -> Any:
 
 
 def save_balanced(model: nn.Module, graph: PathGraph, p: float, file: Path) -> None:
-    """Writes the state dict of a balanced copy. The model itself stays as it is."""
+    """Writes the state dict of a copy of least ``mu_{p,inf}``. The model itself stays as it is."""
     balanced = copy.deepcopy(model)
-    balance(balanced, graph, p)
+    balance(balanced, graph, p, math.inf)
     content = io.BytesIO()
     torch.save(balanced.state_dict(), content)
     write_atomically(file, content.getvalue())

@@ -14,8 +14,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,17 +24,16 @@ from torch.optim.optimizer import Optimizer
 from pathsgd._torch import foreach
 from pathsgd.errors import PathError
 from pathsgd.geometry.devices import has_triton
-from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks, shards_of
+from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.trace import Example
-from pathsgd.muon.sizes import Sizes
+from pathsgd.muon.block_table import BlockTable
 from pathsgd.muon.upkeep import REFERENCE, Upkeep
 from pathsgd.optim.known_parameters import KnownParameters
 from pathsgd.optim.lazy_graph import LazyGraph
-from pathsgd.optim.relative.blocks import Block, find_blocks
 from pathsgd.optim.relative.default_rate import DefaultRate
 from pathsgd.optim.relative.muon import orthogonalize_all
-from pathsgd.optim.relative.sharded import cut_blocks, on_whole_blocks
+from pathsgd.optim.relative.sharded import on_whole_blocks
 
 if TYPE_CHECKING:
     from pathsgd.muon.gpu.step import KernelStep
@@ -133,7 +131,7 @@ class BalancedMuon(Optimizer):
         self._lazy_graph = LazyGraph(self._model, example_input, batch_dim, needs_paths=False)
         self._known = KnownParameters(self._model)
         self._upkeep: Upkeep | None = None
-        self._plan: _Plan | None = None
+        self._step: RelativeStep | None = None
         super().__init__(
             params,
             {
@@ -184,6 +182,11 @@ class BalancedMuon(Optimizer):
 
         Returns:
             The loss, if there is a closure.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            PathError: the model has other parameters or modules than when the optimizer was made, or no batch
+                was seen to trace it from.
         """
         loss = None
         if closure is not None:
@@ -193,12 +196,12 @@ class BalancedMuon(Optimizer):
             self._default_rate.before_step(self.param_groups)
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if moved:
-            if any(p.grad.is_sparse for p in moved):  # type: ignore[union-attr]
+            if any(p.grad.is_sparse for p in moved):
                 raise RuntimeError("BalancedMuon does not support sparse gradients")
-            upkeep = self._upkeep or self._start()
             place_gradients(moved)
+            upkeep = self._upkeep or self._start()
             upkeep.before_step()
-            self._find_plan(moved).run()
+            self._find_step(moved).run()
             upkeep.after_step(self._is_still())
         else:
             self._check_gradients_arrive()
@@ -219,10 +222,11 @@ class BalancedMuon(Optimizer):
         """Whether this step is to change nothing, as those that torch's checkpoints take at rate 0."""
         return not any(isinstance(group["lr"], Tensor) or group["lr"] for group in self.param_groups)
 
-    def _find_plan(self, moved: list[Tensor]) -> _Plan:
-        if self._plan is None or not self._plan.fits(moved):
-            self._plan = _Plan(self, moved)
-        return self._plan
+    def _find_step(self, moved: list[Tensor]) -> RelativeStep:
+        if self._step is None or not self._step.table.fits(moved):
+            table = BlockTable(self.graph, self._known.names, moved, self.param_groups)
+            self._step = RelativeStep(table, self.state)
+        return self._step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.
@@ -231,7 +235,7 @@ class BalancedMuon(Optimizer):
             param_group: the parameters and their options.
         """
         super().add_param_group(param_group)
-        self._plan = None
+        self._step = None
         if self._upkeep is not None:
             self._start()
 
@@ -250,6 +254,9 @@ class BalancedMuon(Optimizer):
                     "this is the state of PathMuon, whose momentum is of other coordinates; a BalancedMuon "
                     "starts anew from the weights alone"
                 )
+        for name in self.defaults:
+            if not all(name in group for group in state_dict["param_groups"]):
+                raise ValueError(f"this is the state of another optimizer: its groups have no {name!r}")
         super().load_state_dict(state_dict)
         # torch takes all state to the dtype of its parameter.
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
@@ -259,14 +266,14 @@ class BalancedMuon(Optimizer):
                 kept = state_dict["state"].get(number, {}).get(key)
                 if kept is not None:
                     self.state[parameter][key] = kept.detach().clone().to(parameter.device)
-        self._plan = None
+        self._step = None
         if self._upkeep is not None:
             self._upkeep.resume()
         if self._default_rate is not None:
             self._default_rate.resume(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None}
+        return {**self.__dict__, "_step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -274,81 +281,45 @@ class BalancedMuon(Optimizer):
             self._upkeep.connect(self.state, self.param_groups)  # type: ignore[union-attr]
 
 
-class _Plan:
-    """The step of these parameters: the blocks they have, and where their state lies.
+class RelativeStep:
+    """The step of these blocks.
 
-    A block is a parameter, or the rows of one that are used together. Numbers of blocks, such as norms, are
-    kept in one vector for all, in fp64.
+    Args:
+        table: of the blocks.
+        state: the optimizer's; what is not there yet is made.
     """
 
-    def __init__(self, optimizer: BalancedMuon, moved: list[Tensor]) -> None:
-        self.moved, self.state, self.groups = moved, optimizer.state, optimizer.param_groups
-        self.device = local_part(moved[0]).device
-        names = optimizer._known.names
-        found = find_blocks(optimizer.graph)
-        found = cut_blocks(found, {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
-        self.blocks: list[Block] = []
-        self.owners: list[int] = []
-        """By block, the number of its parameter in ``moved``."""
-        for k, p in enumerate(moved):
-            own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
-            self.blocks += own
-            self.owners += [k] * len(own)
-        self.shards = [block.shards for block in self.blocks]
-        self.orthogonal = [k for k, block in enumerate(self.blocks) if block.orthogonal]
-        chosen = {self.owners[k] for k in self.orthogonal}
-        self.matrices = [k for k in range(len(moved)) if k in chosen]
-        self.others = [k for k in range(len(moved)) if k not in chosen]
-        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group["params"]}
-        self.group_of = [group_of[id(p)] for p in moved]
-        self.masks = [
-            self._put([self.group_of[owner] == k for owner in self.owners]) for k in range(len(self.groups))
-        ]
-        self.sizes = Sizes(self.blocks, self.device)
-        self.ratios = self._put([block.ratio for block in self.blocks])
-        self.shares = self._put([1 / block.share for block in self.blocks])
-        self.numel = self._put([block.numel for block in self.blocks])
-        self.is_orthogonal = self._put([block.orthogonal for block in self.blocks]) > 0
-        self._make_state()
+    def __init__(self, table: BlockTable, state: MutableMapping[Tensor, Any]) -> None:
+        self.table, self.state = table, state
+        self.growth = table.put([0.0] * 3 * len(table.blocks)).view(3, -1)
+        for k, p in enumerate(table.moved):
+            own, start = state[p], table.owners.index(k)
+            part = self.growth[:, start : start + table.owners.count(k)]
+            if GROWTH in own:
+                part.copy_(own[GROWTH])
+            own[GROWTH] = part
+            for key in ("momentum_buffer",) if k in table.matrices else ("exp_avg", "exp_avg_sq"):
+                if key not in own:
+                    own[key] = torch.zeros_like(p)
         self.kernels: KernelStep | None = None
-        if self.device.type == "cuda" and has_triton():
+        if table.device.type == "cuda" and has_triton():
             from pathsgd.muon.gpu.step import KernelStep
 
             self.kernels = KernelStep(self)
-
-    def _put(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
-
-    def fits(self, moved: list[Tensor]) -> bool:
-        """Whether it is the step of these parameters."""
-        return len(moved) == len(self.moved) and all(map(operator.is_, moved, self.moved))
-
-    def _make_state(self) -> None:
-        """Makes what is not there yet; the numbers of all blocks' growth become parts of one tensor."""
-        self.growth = self._put([0.0] * 3 * len(self.blocks)).view(3, -1)
-        for k, p in enumerate(self.moved):
-            state, start = self.state[p], self.owners.index(k)
-            part = self.growth[:, start : start + self.owners.count(k)]
-            if GROWTH in state:
-                part.copy_(state[GROWTH])
-            state[GROWTH] = part
-            for key in ("momentum_buffer",) if k in self.matrices else ("exp_avg", "exp_avg_sq"):
-                if key not in state:
-                    state[key] = torch.zeros_like(p)
 
     def run(self) -> None:
         """Takes the step."""
         if self.kernels is not None and self.kernels.run():
             return
-        local = [local_part(p).detach() for p in self.moved]
+        local = [local_part(p).detach() for p in self.table.moved]
         wide = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in local]
-        grads = [local_part(p.grad).to(w.dtype) for p, w in zip(self.moved, wide, strict=True)]  # type: ignore[arg-type]
-        ws, gs = self._cut(wide), self._cut(grads)
+        grads = [local_part(p.grad).to(w.dtype) for p, w in zip(self.table.moved, wide, strict=True)]  # type: ignore[arg-type]
+        ws, gs = self.table.cut(wide), self.table.cut(grads)
         ds = self._find_directions(grads)
         pairs = ((ws, ws), (gs, gs), (gs, ws), (ws, ds), (ds, ds))
         products = torch.stack([_multiply(xs, ys) for xs, ys in pairs])
-        if any(self.shards):
-            products = reduce_over_ranks(products, self.shards)
+        if any(self.table.shards):
+            products = reduce_over_ranks(products, self.table.shards)
         length, factor = self.decide(products, torch.finfo(ws[0].dtype).eps)
         foreach("add_", ws, foreach("mul", ds, list(length.neg().to(ws[0].dtype).unbind())))
         foreach("mul_", ws, list(factor.to(ws[0].dtype).unbind()))
@@ -356,15 +327,11 @@ class _Plan:
             if w is not new:
                 w.copy_(new)
 
-    def _cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The blocks of tensors, of which there is one for each parameter."""
-        return [block.of(tensors[owner]) for block, owner in zip(self.blocks, self.owners, strict=True)]
-
     def _find_directions(self, grads: list[Tensor]) -> list[Tensor]:
         """The direction of every block: momentum, orthogonalised; or Adam's without its corrections."""
         found: list[Tensor] = list(grads)
-        for number, group in enumerate(self.groups):
-            own = [k for k in self.matrices if self.group_of[k] == number]
+        for number, group in enumerate(self.table.groups):
+            own = [k for k in self.table.matrices if self.table.group_of[k] == number]
             if own:
                 buffers, gs = self._find_state(own, "momentum_buffer"), [grads[k] for k in own]
                 foreach("mul_", buffers, group["momentum"])
@@ -372,7 +339,7 @@ class _Plan:
                 ds = foreach("add", gs, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
                 for k, d in zip(own, ds, strict=True):
                     found[k] = d
-            own = [k for k in self.others if self.group_of[k] == number]
+            own = [k for k in self.table.others if self.table.group_of[k] == number]
             if own:
                 first, second = group["betas"]
                 means, squares = self._find_state(own, "exp_avg"), self._find_state(own, "exp_avg_sq")
@@ -384,15 +351,17 @@ class _Plan:
                 foreach("add_", roots, group["eps"])
                 for k, d in zip(own, foreach("div", means, roots), strict=True):
                     found[k] = d.to(grads[k].dtype)
-        ds = self._cut(found)
-        blocks = [self.blocks[k] for k in self.orthogonal]
-        moments = [ds[k] for k in self.orthogonal]
-        for k, d in zip(self.orthogonal, on_whole_blocks(blocks, moments, orthogonalize_all), strict=True):
+        ds = self.table.cut(found)
+        blocks = [self.table.blocks[k] for k in self.table.orthogonal]
+        moments = [ds[k] for k in self.table.orthogonal]
+        for k, d in zip(
+            self.table.orthogonal, on_whole_blocks(blocks, moments, orthogonalize_all), strict=True
+        ):
             ds[k] = d
         return ds
 
     def _find_state(self, numbers: list[int], key: str) -> list[Tensor]:
-        return [local_part(self.state[self.moved[k]][key]) for k in numbers]
+        return [local_part(self.state[self.table.moved[k]][key]) for k in numbers]
 
     def decide(self, products: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """How far each block goes in its direction D, and what it is multiplied by then.
@@ -405,15 +374,19 @@ class _Plan:
         along, across, square = products[2:]
         first, second, steps = self.growth
         steps += 1
-        correction = (1 - self._option("betas", 1) ** steps).sqrt() / (1 - self._option("betas", 0) ** steps)
+        correction = (1 - self.table.find_option("betas", 1) ** steps).sqrt() / (
+            1 - self.table.find_option("betas", 0) ** steps
+        )
         # Orthogonalised directions have root mean square 1, as Adam's have about.
         unit = torch.where(
-            self.is_orthogonal, (self.numel / torch.where(square > 0, square, 1)).sqrt(), correction
+            self.table.is_orthogonal,
+            (self.table.numel / torch.where(square > 0, square, 1)).sqrt(),
+            correction,
         )
-        lr = self._option("lr")
-        size, turns = self.sizes.measure(norms)
-        length = lr * self.ratios * size * unit
-        length = torch.where(self.sizes.find_noise(gradients, NOISE * eps), 0, length)
+        lr = self.table.find_option("lr")
+        size, turns = self.table.sizes.measure(norms)
+        length = lr * self.table.ratios * size * unit
+        length = torch.where(self.table.sizes.find_noise(gradients, NOISE * eps), 0, length)
         moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
         # Adam on the logarithm of the norm.
         first.lerp_(along, 1 - GROWTH_BETAS[0])
@@ -421,28 +394,13 @@ class _Plan:
         mean = first / (1 - GROWTH_BETAS[0] ** steps)
         root = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
         ascent = mean / torch.where(root > 0, root, 1)
-        growth = torch.exp(-lr * self._option("growth") * self.shares * ascent)
-        growth = growth * (1 - lr * self._option("weight_decay"))
+        growth = torch.exp(-lr * self.table.find_option("growth") * self.table.shares * ascent)
+        growth = growth * (1 - lr * self.table.find_option("weight_decay"))
         turns = turns & (moved > 0)
         return length, torch.where(turns, growth * norms / torch.where(turns, moved, 1), 1)
-
-    def _option(self, name: str, part: int | None = None) -> float | Tensor:
-        """An option by block; one number where all groups have the same."""
-        first, *others = (group[name] if part is None else group[name][part] for group in self.groups)
-        if all(value is first or (not isinstance(value, Tensor) and value == first) for value in others):
-            return first
-        pairs = zip((first, *others), self.masks, strict=True)
-        return torch.stack([value * mask for value, mask in pairs]).sum(0)
 
 
 def _multiply(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """The inner products of all pairs."""
     found = [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
     return torch.stack(found).double()
-
-
-def _make_stray(p: Tensor, family: int) -> Block:
-    """A parameter that is not the model's: it takes relative steps in Adam's direction."""
-    shape, nothing = tuple(p.shape), torch.zeros(1, dtype=torch.int64)
-    length = shape[0] if shape else 1
-    return Block("", shape, 0, 0, length, family, False, 1.0, 1.0, False, nothing, nothing)

@@ -4,7 +4,8 @@ Relative steps do not hold the scale of a unit, so every few steps units are mov
 by one round: what leads into each and what leads out of it get closer in norm. State follows the weights.
 
 A rescaling by others is undone, since balancing again would not: one round a step lags the minimum a little.
-For that one entry of every row and column of every parameter is remembered, with its value.
+For that one entry of every row and column of every parameter is remembered, with its value. Of sharded
+parameters none is: what others rescaled is balanced, but state, which is of the weights before, stays.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MOST = 2.0
 STEPS = "upkeep_steps"
 """In the groups, so that it is saved with them."""
 REFERENCE = ("reference_index", "reference_value")
-"""In the state of a parameter: the entries that are remembered."""
+"""In the state of a parameter: the entries that are remembered. They are there after its first step only:
+torch.distributed.checkpoint takes one step to make the state, if there is none at all."""
 POWERS = {"momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 """With which power of a weight's factor its state is multiplied."""
 
@@ -73,6 +75,9 @@ class Upkeep:
         self._before: dict[str, Tensor] = {}
         """The weights as they were when the optimizer was made, until its first step: a checkpoint may tell
         that they were balanced as they were."""
+        self._references: dict[str, dict[str, Tensor]] = {}
+        self._is_of_state = False
+        """Whether weights are those of a state that was loaded and remembers nothing."""
         self._gather: KernelGather | None = None
 
     def _find_free_units(self) -> None:
@@ -109,7 +114,7 @@ class Upkeep:
         for group in self.groups:
             group[STEPS] = self.steps
         if self._has_state():
-            self._versions = self._find_versions() if self.sharded else None
+            self._take_up_state()
             return
         self._before = (
             {} if self.state else {n: local_part(p).detach().clone() for n, p in self.parameters.items()}
@@ -120,13 +125,20 @@ class Upkeep:
         """State was loaded: if it is of the weights as they were before they were balanced, these were
         balanced already."""
         before, self._before = self._before, {}
-        self._round, self._versions = None, None
-        if before and (self.sharded or self._are_remembered(before)):
+        is_as_balanced = self._find_versions() == self._versions
+        self._take_up_state()
+        if before and (is_as_balanced if self._is_of_state else self._are_remembered(before)):
             with torch.no_grad():
                 for name, value in before.items():
                     local_part(self.parameters[name]).detach().copy_(value)
-        if self.sharded:
-            self._versions = self._find_versions()
+
+    def _take_up_state(self) -> None:
+        self._round, self._versions = None, None
+        self._references = {
+            name: {key: self.state[p][key] for key in REFERENCE}
+            for name, p in self.parameters.items() if REFERENCE[0] in self.state.get(p, ())
+        }  # fmt: skip
+        self._is_of_state = self._has_state() and not self._has_references()
 
     def forget_versions(self) -> None:
         self._versions = None
@@ -144,8 +156,12 @@ class Upkeep:
         now = self._find_versions()
         if now == self._versions:
             return
-        if self.sharded or not self._undo_rescaling():
-            self._balance()
+        if self._is_of_state:
+            self._is_of_state = False
+            self._choose_references()
+            self._remember()
+        elif self.sharded or not self._undo_rescaling():
+            self._balance(state=not self.sharded)
 
     def after_step(self, is_still: bool) -> None:
         """Does a round, if it is time, and remembers where weights are."""
@@ -157,6 +173,9 @@ class Upkeep:
                 group[STEPS] = steps
             self._do_round()
         self._remember()
+        if not is_still:
+            for name, own in self._references.items():
+                self.state[self.parameters[name]].update(own)
 
     def _make_round(self) -> _Round | KernelUpkeep:
         edges = {name: self.units.parameters[name] for name in self.parameters}
@@ -195,14 +214,14 @@ class Upkeep:
     # Balance
 
     @torch.no_grad()
-    def _balance(self) -> None:
+    def _balance(self, state: bool = True) -> None:
         if not self.parameters:
             return
         check_finite(self.parameters, self.parameters)
         tensors = self.parameters
         edges = {name: self.units.parameters[name] for name in tensors}
         factors = find_balancing_factors(tensors, self.units, edges=edges, held=self.held)
-        self._scale(factors, state=True)
+        self._scale(factors, state)
         self._choose_references()
         self._remember()
 
@@ -220,10 +239,13 @@ class Upkeep:
     # Rescalings by others
 
     def _find_versions(self) -> list[Version]:
-        return versions(map(local_part, self.parameters.values()))
+        found = list(self.parameters.values())
+        # A write to a DTensor is not counted by its local part, nor the other way round.
+        return versions([*found, *map(local_part, found)] if self.sharded else found)
 
     def _choose_references(self) -> None:
         """Remembers the largest entry of every row and every column, in the sense of units."""
+        self._references = {}
         if self.sharded:
             return
         for name, p in self.parameters.items():
@@ -231,8 +253,7 @@ class Upkeep:
             numbers = torch.arange(p.numel(), device=p.device).reshape(p.shape)
             chosen = [_find_largest(size, numbers, ids) for ids in self._ends(name)]
             index = torch.cat(chosen).unique()
-            self.state[p][REFERENCE[0]] = index
-            self.state[p][REFERENCE[1]] = p.detach().flatten()[index]
+            self._references[name] = dict(zip(REFERENCE, (index, p.detach().flatten()[index]), strict=True))
 
     def _ends(self, name: str) -> tuple[Tensor, Tensor]:
         edge = self.units.parameters[name]
@@ -240,7 +261,7 @@ class Upkeep:
 
     def _remember(self) -> None:
         parameters = list(self.parameters.values())
-        states = [self.state[p] for p in parameters]
+        states = [] if self.sharded else [self._references[name] for name in self.parameters]
         if self._on_gpu() and all(p.dtype == torch.float32 for p in parameters):
             from pathsgd.muon.gpu.upkeep import KernelGather
 
@@ -255,20 +276,16 @@ class Upkeep:
 
     def _are_remembered(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether remembered entries are those of these weights."""
-        states = {name: self.state[self.parameters[name]] for name in weights}
         return self._has_references() and all(
-            torch.equal(weights[name].reshape(-1)[state[REFERENCE[0]]], state[REFERENCE[1]])
-            for name, state in states.items()
+            torch.equal(weights[name].reshape(-1)[own[REFERENCE[0]]], own[REFERENCE[1]])
+            for name, own in self._references.items()
         )
 
     def _has_references(self) -> bool:
-        return all(REFERENCE[0] in self.state.get(p, ()) for p in self.parameters.values())
+        return self._references.keys() == self.parameters.keys()
 
     def _has_state(self) -> bool:
-        """Whether state was loaded; sharded parameters have no references."""
-        if self.sharded:
-            return all(self.state.get(p) for p in self.parameters.values())
-        return self._has_references()
+        return bool(self.parameters) and all(self.state.get(p) for p in self.parameters.values())
 
     def _undo_rescaling(self) -> bool:
         """Whether all that was done to the weights is a rescaling of units; if so, it is undone in weights
@@ -279,20 +296,33 @@ class Upkeep:
             return True
         heads, tails, degrees, before, after = [], [], [], [], []
         for name, p in self.parameters.items():
-            index = self.state[p][REFERENCE[0]].cpu()
+            index = self._references[name][REFERENCE[0]].cpu()
             head, tail = (ids.expand(p.shape).reshape(-1)[index] for ids in self._ends(name))
             heads.append(head)
             tails.append(tail)
             degrees.append(torch.full_like(head, self.units.parameters[name].degree))
-            before.append(self.state[p][REFERENCE[1]].cpu().double())
+            before.append(self._references[name][REFERENCE[1]].cpu().double())
             after.append(p.detach().reshape(-1).cpu()[index].double())
         joined = [torch.cat(each) for each in (heads, tails, degrees, before, after)]
-        factors = _read_factors(*joined, self.held)
-        rounding = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
-        if factors is None or not _agree(factors, *joined, 64 * rounding):
+        factors = _read_factors(self.held, *joined)
+        wide = {p.dtype for p in self.parameters.values() if p.element_size() >= 4}
+        rounding = max((torch.finfo(dtype).eps for dtype in wide), default=0.0)
+        if factors is None or not _agree(factors, 64 * rounding, *joined):
+            return False
+        if bool((torch.frexp(factors.mantissa).mantissa != 0.5)[self._find_exact()].any()):
             return False
         self._scale(factors.power(-1), state=False)
         return True
+
+    def _find_exact(self) -> Tensor:
+        """By class, whether it is rescaled by powers of two alone, since a parameter of 16 bits would be
+        rounded."""
+        exact = torch.zeros(self.units.count, dtype=torch.bool)
+        for name, p in self.parameters.items():
+            if p.element_size() < 4:
+                for ids in self._ends(name):
+                    exact[ids.flatten()] = True
+        return exact
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}
@@ -416,11 +446,12 @@ def _find_largest(size: Tensor, numbers: Tensor, ids: Tensor) -> Tensor:
 
 
 def _read_factors(
-    heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor, held: Tensor
+    held: Tensor, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor
 ) -> ClassFactors | None:
     """The factors of classes that take these entries from before to after, each read off the largest entry
-    that leads from or to a class which is known already; None if signs or zeros have changed."""
-    if bool((before.sign() != after.sign()).any()):
+    that leads from or to a class which is known already; None if signs or zeros have changed, or if there is
+    nan or inf."""
+    if bool((before.sign() != after.sign()).any()) or not bool(torch.isfinite(before - after).all()):
         return None
     usable = before != 0
     quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
@@ -460,8 +491,8 @@ def _read_factors(
 
 
 def _agree(
-    factors: ClassFactors, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor,
-    tolerance: float,
+    factors: ClassFactors, tolerance: float, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor,
+    after: Tensor,
 ) -> bool:  # fmt: skip
     """Whether these factors take all entries from before to after."""
     log = factors.mantissa.log2() + factors.exponent

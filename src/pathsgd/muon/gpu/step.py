@@ -1,4 +1,4 @@
-"""BalancedMuon's step by kernels: the same as ``_Plan.run``, in a dozen launches for any number of blocks."""
+"""BalancedMuon's step by kernels: ``RelativeStep.run`` in a dozen launches, however many blocks there are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pathsgd.optim.relative.blocks import Block
 from pathsgd.optim.relative.muon import choose_dtype, iterate, make_diagonal
 
 if TYPE_CHECKING:
-    from pathsgd.muon.balanced_muon import _Plan
+    from pathsgd.muon.balanced_muon import RelativeStep
 
 WARPS = 8
 AT_ONCE = 1024
@@ -68,43 +68,43 @@ class _Chunks:
 
 
 class KernelStep:
-    """The kernels of one plan, and the tables that they read."""
+    """The kernels of one step, and the tables that they read."""
 
-    def __init__(self, plan: _Plan) -> None:
-        self.plan = plan
+    def __init__(self, step: RelativeStep) -> None:
+        self.step, table = step, step.table
         self.is_supported = all(
-            p.dtype == torch.float32 and _is_dense(p) and p.numel() < 1 << 31 for p in plan.moved
-        ) and not any(plan.shards)
+            p.dtype == torch.float32 and _is_dense(p) and p.numel() < 1 << 31 for p in table.moved
+        ) and not any(table.shards)
         if not self.is_supported:
             return
         fields, self.offsets = [], []
-        for block, owner in zip(plan.blocks, plan.owners, strict=True):
-            side_by_side, gap, offset = _find_place(block, plan.moved[owner])
+        for block, owner in zip(table.blocks, table.owners, strict=True):
+            side_by_side, gap, offset = _find_place(block, table.moved[owner])
             fields.append([0, 0, 0, 0, block.numel, side_by_side, gap, 0])
             self.offsets.append(4 * offset)
-        sizes = [block.numel for block in plan.blocks]
-        others = [k for k in range(len(plan.blocks)) if k not in set(plan.orthogonal)]
-        self.matrices = _Chunks(plan.orthogonal, sizes, plan.device) if plan.orthogonal else None
-        self.others = _Chunks(others, sizes, plan.device) if others else None
+        sizes = [block.numel for block in table.blocks]
+        others = [k for k in range(len(table.blocks)) if k not in set(table.orthogonal)]
+        self.matrices = _Chunks(table.orthogonal, sizes, table.device) if table.orthogonal else None
+        self.others = _Chunks(others, sizes, table.device) if others else None
         by_shape: dict[tuple[int, int], list[int]] = {}
-        for k in plan.orthogonal:
-            by_shape.setdefault(plan.blocks[k].matrix_shape, []).append(k)
+        for k in table.orthogonal:
+            by_shape.setdefault(table.blocks[k].matrix_shape, []).append(k)
         start, places = 0, []
         for (rows, columns), own in by_shape.items():
             places.append((start, (len(own), rows, columns)))
             for k in own:
                 fields[k][7] = start
                 start += rows * columns
-        dtype = torch.bfloat16 if plan.device.type == "cuda" else torch.float32
-        self.moments = torch.empty(start, dtype=dtype, device=plan.device)
+        dtype = torch.bfloat16 if table.device.type == "cuda" else torch.float32
+        self.moments = torch.empty(start, dtype=dtype, device=table.device)
         self.directions = self.moments.view(choose_dtype(self.moments))
         self.batches = [self.directions[at : at + math.prod(shape)].view(shape) for at, shape in places]
         diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches}
         self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches]
-        self.sums = torch.zeros(len(sizes), SUMS.value, dtype=torch.float64, device=plan.device)
+        self.sums = torch.zeros(len(sizes), SUMS.value, dtype=torch.float64, device=table.device)
         self.fields = torch.tensor(fields)
         assert self.fields.shape[1] == FIELDS.value
-        self.table = self.fields.to(plan.device)
+        self.pointers = self.fields.to(table.device)
         self.steps, self.is_small = 0, start <= MOST_CAPTURED
         self.graph: CUDAGraph | None = None
         self.options: list[dict[str, Any]] = []
@@ -115,47 +115,47 @@ class KernelStep:
 
     def run(self) -> bool:
         """Takes the step, unless the kernels cannot."""
-        plan = self.plan
-        group, *groups = plan.groups
+        table = self.step.table
+        group, *groups = table.groups
         if (
             not self.is_supported
             or any(other[name] != group[name] for other in groups for name in COMMON)
-            or not all(_is_like(p.grad, p) for p in plan.moved)
+            or not all(_is_like(p.grad, p) for p in table.moved)
         ):
             return False
         self._point()
-        with on_device(plan.device):
+        with on_device(table.device):
             self.steps += 1
-            if self.is_small and self.steps > WARM_UP and plan.device.type == "cuda" and not is_capturing():
+            if self.is_small and self.steps > WARM_UP and table.device.type == "cuda" and not is_capturing():
                 self._replay()
             else:
                 self._launch()
-        torch.autograd.graph.increment_version(plan.moved)  # as torch does when it writes
+        torch.autograd.graph.increment_version(table.moved)  # as torch does when it writes
         return True
 
     def _launch(self) -> None:
-        plan, group = self.plan, self.plan.groups[0]
+        group = self.step.table.groups[0]
         if self.matrices is not None:
             self._orthogonalize(self.matrices, group)
         if self.others is not None:
             first, second = group["betas"]
             rule = 1 - first, second, 1 - second, group["eps"]
-            self.others.launch(adam_kernel, self.table, self.others.partial, *rule)
+            self.others.launch(adam_kernel, self.pointers, self.others.partial, *rule)
             self.others.add_up(self.sums, 0, 5)
-        length, factor = plan.decide(self.sums.T, torch.finfo(torch.float32).eps)
+        length, factor = self.step.decide(self.sums.T, torch.finfo(torch.float32).eps)
         ends = length.float(), factor.float()
         if self.matrices is not None:
-            self.matrices.launch(move_kernel, self.table, self.directions, *ends)
+            self.matrices.launch(move_kernel, self.pointers, self.directions, *ends)
         if self.others is not None:
-            self.others.launch(move_adam_kernel, self.table, *ends, group["eps"])
+            self.others.launch(move_adam_kernel, self.pointers, *ends, group["eps"])
 
     def _replay(self) -> None:
         """The same as a CUDA graph, which reads addresses from the table and rates from the device."""
-        groups = self.plan.groups
+        groups, device = self.step.table.groups, self.step.table.device
         options = [{k: v for k, v in group.items() if k in CAPTURED} for group in groups]
         rates = [group["lr"] for group in groups]
         if self.graph is None or options != self.options:
-            self.rates = [torch.zeros((), device=self.plan.device) for _ in groups]
+            self.rates = [torch.zeros((), device=device) for _ in groups]
             self.graph, self.options = CUDAGraph(), options
             for group, rate in zip(groups, self.rates, strict=True):
                 group["lr"] = rate
@@ -171,29 +171,29 @@ class KernelStep:
 
     def _orthogonalize(self, chunks: _Chunks, group: dict[str, Any]) -> None:
         rule = group["momentum"], group["nesterov"]
-        chunks.launch(momentum_kernel, self.table, chunks.partial, self.moments, *rule)
+        chunks.launch(momentum_kernel, self.pointers, chunks.partial, self.moments, *rule)
         chunks.add_up(self.sums, 0, 5)
-        chunks.launch(normalize_kernel, self.table, self.sums, self.moments, self.directions)
+        chunks.launch(normalize_kernel, self.pointers, self.sums, self.moments, self.directions)
         for batch, diagonal in zip(self.batches, self.diagonals, strict=True):
             iterate(batch, diagonal, out=batch)
-        chunks.launch(measure_kernel, self.table, chunks.partial, self.directions)
+        chunks.launch(measure_kernel, self.pointers, chunks.partial, self.directions)
         chunks.add_up(self.sums, 3, 2)
 
     def _point(self) -> None:
         """Tells the kernels where everything lies now."""
-        plan, found = self.plan, []
-        matrices = set(plan.matrices)
-        for k, p in enumerate(plan.moved):
-            state = plan.state[p]
+        table, found = self.step.table, []
+        matrices = set(table.matrices)
+        for k, p in enumerate(table.moved):
+            state = self.step.state[p]
             keys = ("momentum_buffer",) * 2 if k in matrices else ("exp_avg", "exp_avg_sq")
             found += [p.data_ptr(), p.grad.data_ptr(), *(state[key].data_ptr() for key in keys)]  # type: ignore[union-attr]
         if found == self._addresses and not is_capturing():
             return
-        by_block = torch.tensor(found).view(-1, 4)[torch.tensor(plan.owners)]
-        fields = torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=plan.device.type == "cuda")
+        by_block = torch.tensor(found).view(-1, 4)[torch.tensor(table.owners)]
+        fields = torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=table.device.type == "cuda")
         fields.copy_(self.fields)
         fields[:, :4] = by_block + torch.tensor(self.offsets)[:, None]
-        self.table.copy_(fields, non_blocking=True)
+        self.pointers.copy_(fields, non_blocking=True)
         if is_capturing():
             self._captured.append(fields)  # a replay copies it again
             self._addresses = None

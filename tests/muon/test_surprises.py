@@ -1,0 +1,642 @@
+"""What happens to BalancedMuon in everyday trainings, where somebody else holds or changes the weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import pathsgd
+from pathsgd import BalancedMuon, PathError, PathMuon
+from pathsgd.muon import upkeep
+
+TARGETS = torch.arange(24) % 4
+
+
+class Lazy(nn.Module):
+    """Its inputs are not known before it sees a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(12, 10), nn.Linear(10, 4)
+
+    def forward(self, x):
+        return self.c(F.relu(self.b(F.relu(self.a(x)))))
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(),
+            nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4),
+        )  # fmt: skip
+
+
+@functools.cache
+def traced():
+    """Tracing takes longer than most of these tests."""
+    with torch.random.fork_rng(devices=[]):
+        return pathsgd.trace(Plain())
+
+
+def make(model, **options):
+    """An optimizer of a model that was built here."""
+    return BalancedMuon(model, traced(), **options)
+
+
+def build(dtype=torch.float64, seed=0):
+    """(model, a batch): not balanced."""
+    torch.manual_seed(seed)
+    model = Plain().to(dtype)
+    pathsgd.unbalance(model, traced(), powers_of_two=True)
+    return model, torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def train(model, optimizers, x, steps=1):
+    """The loss before each step."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    losses = []
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), TARGETS)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(model, others):
+    """Whether weights are these, to the bit."""
+    others = list(others.parameters()) if isinstance(others, nn.Module) else others
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), others, strict=True))
+
+
+def same_state(state, other):
+    tensors = [[x for own in s["state"].values() for x in own.values()] for s in (state, other)]
+    return state["param_groups"] == other["param_groups"] and all(map(torch.equal, *tensors))
+
+
+def distance(y, other):
+    return ((y - other).norm() / other.norm()).item()
+
+
+# Averages of weights
+
+
+def test_an_average_that_was_copied_before_computes_another_function():
+    """The optimizer rewrites the weights in place. A copy made before is another, equivalent network, and a
+    mean of two equivalent networks is equivalent to neither. A copy made after the optimizer is right."""
+    model, x = build()
+    early = copy.deepcopy(model)
+    make(model)
+    late = copy.deepcopy(model)
+    expected = model(x)
+    assert distance(early(x), expected) < 1e-14
+    for average, is_right in ((early, False), (late, True)):
+        with torch.no_grad():
+            for p, q in zip(average.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.5)
+        assert (distance(average(x), expected) < 1e-14) == is_right
+    assert distance(early(x), expected) > 0.1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_torch_averages_are_right_whenever_they_are_made(first):
+    """AveragedModel takes the weights as they are at its first update, which comes after the optimizer."""
+    model, x = build()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) if first else None
+    optimizer = make(model, lr=1e-3)
+    average = average or AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(12):
+        train(model, optimizer, x)
+        average.update_parameters(model)
+    assert distance(average(x), model(x)) < 5e-3
+
+
+def test_an_average_that_is_swapped_in_for_evaluation_and_out_again_leaves_no_trace():
+    """Versions tell that weights were written; their values tell that nothing has changed."""
+    model, x = build(torch.float32)
+    other = copy.deepcopy(model)
+    optimizer, plain = make(model), make(other)
+    average = copy.deepcopy(model)
+    for _ in range(12):
+        train(model, optimizer, x)
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(average.state_dict())
+        model(x)
+        model.load_state_dict(kept)
+    train(other, plain, x, 12)
+    assert same(model, other)
+
+
+# Parts of a model
+
+
+def test_two_optimizers_of_one_model_leave_the_units_between_them_alone():
+    """Each rescales the units whose weights are all its own. Making the second changes no weight of the
+    first, and both train."""
+    model, x = build()
+    expected, graph = model(x).detach(), pathsgd.trace(model)
+    between = [model[2].weight.detach().norm(dim=1), model[4].weight.detach().norm(dim=0)]
+    first = BalancedMuon([*model[0].parameters(), *model[2].parameters()], graph)
+    after_first = weights(model)
+    second = BalancedMuon([*model[4].parameters(), *model[6].parameters()], graph)
+    assert all(map(torch.equal, weights(model)[:4], after_first[:4]))
+    assert not any(map(torch.equal, weights(model)[4:7], after_first[4:7]))
+    assert distance(model(x), expected) < 1e-14
+    # Of the units between, neither side was divided by a factor: biases, which lead from a fixed unit, tell.
+    assert torch.equal(after_first[3], build()[0][2].bias)
+    assert between[0].max() > 4 * between[0].min()
+    losses = train(model, [first, second], x, 40)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_subset_of_the_parameters_is_trained_and_the_rest_stays_to_the_bit():
+    model, x = build()
+    expected, before = model(x).detach(), weights(model)
+    optimizer = BalancedMuon(list(model.parameters())[:4], pathsgd.trace(model))
+    assert distance(model(x), expected) < 1e-14
+    assert not torch.equal(model[0].weight, before[0])
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < losses[0]
+    assert all(map(torch.equal, list(model.parameters())[4:], before[4:]))
+
+
+def test_frozen_parameters_stay_to_the_bit():
+    """Also the units that lead into and out of them: what is left is balanced and trained."""
+    model, x = build()
+    model[2].requires_grad_(False)
+    expected, before = model(x).detach(), weights(model)
+    optimizer = make(model)
+    assert distance(model(x), expected) < 1e-14
+    assert not torch.equal(model[4].weight, before[4])
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[2].weight, before[2])
+    assert torch.equal(model[2].bias, before[3])
+
+
+def test_a_layer_that_is_frozen_in_mid_training_stays_from_then_on():
+    """Upkeep leaves it alone; when it is trained again, it is balanced again."""
+    model, x = build()
+    optimizer = make(model)
+    train(model, optimizer, x, 5)
+    model[2].requires_grad_(False)
+    model.zero_grad()
+    before = model[2].weight.detach().clone()
+    train(model, optimizer, x, 12)
+    assert torch.equal(model[2].weight, before)
+    model[2].requires_grad_(True)
+    losses = train(model, optimizer, x, 12)
+    assert not torch.equal(model[2].weight, before)
+    assert losses[-1] < losses[0]
+
+
+def test_groups_have_their_own_rates_and_may_come_later():
+    model, x = build()
+    first, second = list(model.parameters())[:4], list(model.parameters())[4:]
+    graph = pathsgd.trace(model)
+    optimizer = BalancedMuon([{"params": first, "lr": 0.0}, {"params": second}], graph, lr=0.05)
+    before = weights(model)
+    train(model, optimizer, x, 3)
+    assert all(map(torch.equal, first, before[:4]))
+    assert not any(map(torch.equal, second, before[4:]))
+
+    model, x = build()
+    late = BalancedMuon(list(model.parameters())[:4], graph=pathsgd.trace(model))
+    train(model, late, x, 3)
+    expected = model(x).detach()
+    late.add_param_group({"params": list(model.parameters())[4:], "lr": 0.02})
+    assert distance(model(x), expected) < 1e-14
+    before = weights(model)
+    losses = train(model, late, x, 20)
+    assert losses[-1] < losses[0]
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_parameter_that_is_not_the_models_takes_relative_steps():
+    """Adding it balances nothing again."""
+    model, x = build()
+    optimizer = make(model)
+    train(model, optimizer, x, 3)
+    before, extra = weights(model), nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    assert same(model, before)
+    extra.grad = torch.tensor([1.0, -5.0], dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.tensor([2.7, 3.3], dtype=torch.float64))
+
+
+# Weights that are computed
+
+
+def test_masks_of_pruning_are_kept():
+    """Pruned before: the mask is a part of the weight, and no step goes past it."""
+    model, x = build()
+    prune.random_unstructured(model[2], "weight", 0.5)
+    expected, mask = model(x).detach(), model[2].weight_mask.clone()
+    optimizer = BalancedMuon(model)
+    assert distance(model(x), expected) < 1e-14
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[2].weight_mask, mask)
+    assert bool((model[2].weight[mask == 0] == 0).all())
+
+
+def replace(model):
+    model[4].weight = nn.Parameter(model[4].weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: prune.random_unstructured(m[2], "weight", 0.5),
+        lambda m: parametrizations.weight_norm(m[2]),
+        lambda m: setattr(m[4], "bias", None),
+        lambda m: m.append(nn.ReLU()),
+        replace,
+    ],
+    ids=["pruned", "weight norm", "removed", "added", "replaced"],
+)
+def test_another_structure_is_an_error_at_the_next_step(change):
+    """Pruned, merged or replaced since the optimizer was made: it may rescale the wrong weights."""
+    model, x = build()
+    optimizer = make(model)
+    train(model, optimizer, x, 2)
+    change(model)
+    with pytest.raises(PathError, match=r"other parameters or modules than when the optimizer was made"):
+        train(model, optimizer, x)
+
+
+def test_weights_that_are_tied_later_are_an_error_at_the_next_step():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+    x = build()[1]
+    optimizer = BalancedMuon(model)
+    train(model, optimizer, x, 2)
+    model[2].weight = model[0].weight
+    with pytest.raises(PathError, match="weights tied"):
+        train(model, optimizer, x)
+
+
+def test_a_replaced_parameter_is_an_error_where_no_unit_is_rescaled_too():
+    model, x = nn.Sequential(nn.Linear(6, 4)).double(), build()[1]
+    optimizer = BalancedMuon(model)
+    train(model, optimizer, x)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(PathError, match="replaced since"):
+        train(model, optimizer, x)
+    optimizer.zero_grad()
+    model.zero_grad()
+    with pytest.raises(PathError, match=r"'0.weight' is not the one the optimizer was made with"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_weights_are_left_as_they_are_and_trained(kind):
+    """A weight that is computed from others cannot be rescaled: neither can the units around it. The rest is
+    balanced."""
+    model, x = build()
+    getattr(parametrizations, kind)(model[2])
+    model.eval()  # else spectral norm iterates in every forward pass
+    expected = model(x).detach()
+    originals = [p.detach().clone() for p in model[2].parametrizations.parameters()]
+    outer = model[6].weight.detach().clone()
+    optimizer = BalancedMuon(model, x[:1])
+    assert distance(model(x), expected) < 1e-14
+    assert all(map(torch.equal, model[2].parametrizations.parameters(), originals))
+    assert not torch.equal(model[6].weight, outer)
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < losses[0]
+
+
+def test_low_rank_adapters_of_peft_are_balanced_trained_and_merged():
+    """B starts at zero, so A has no balance of its own: its rows are brought to one norm. The adapted layer
+    is frozen, and stays; merging gives the function that was trained."""
+    import peft  # takes seconds
+
+    model, x = build(torch.float32)
+    config = peft.LoraConfig(target_modules=["0", "2"], r=3, modules_to_save=["6"])
+    adapted = peft.get_peft_model(model, config)
+    frozen = {n: p.detach().clone() for n, p in adapted.named_parameters() if not p.requires_grad}
+    a = adapted.get_parameter("base_model.model.2.lora_A.default.weight")
+    with torch.no_grad():
+        a[1] *= 1000
+    expected = adapted(x).detach()
+    optimizer = BalancedMuon(adapted, x[:1])
+    assert distance(adapted(x), expected) < 1e-6
+    norms = a.detach().norm(dim=1)
+    assert norms.max() < (1 + 1e-5) * norms.min()
+    losses = train(adapted, optimizer, x, 22)
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(torch.equal(p, frozen[n]) for n, p in adapted.named_parameters() if n in frozen)
+    trained = adapted(x).detach()
+    assert distance(adapted.merge_and_unload()(x), trained) < 1e-5
+
+
+# Steps that are skipped, accumulated or taken at rate 0
+
+
+def test_a_step_that_grad_scaler_skips_changes_nothing():
+    model, x = build(torch.float32)
+    optimizer = make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    train(model, optimizer, x, 9)  # upkeep is due at the next step
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    for is_finite in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), TARGETS)).backward()
+        if not is_finite:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert same(model, before) != is_finite
+        assert same_state(optimizer.state_dict(), state) != is_finite
+
+
+def test_a_step_at_rate_0_changes_no_weight_and_does_no_upkeep():
+    model, x = build(torch.float32)
+    optimizer = make(model, lr=0.0)
+    before = weights(model)
+    train(model, optimizer, x, 12)
+    assert same(model, before)
+    assert optimizer.param_groups[0][upkeep.STEPS] == 0
+
+
+def test_without_gradients_nothing_happens():
+    """But that the default rate counts steps."""
+    model, x = build(torch.float32)
+    optimizer = make(model)
+    train(model, optimizer, x, 2)
+    optimizer.zero_grad()
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    for _ in range(12):
+        optimizer.step()
+    assert same(model, before)
+    assert same_state({**optimizer.state_dict(), "param_groups": state["param_groups"]}, state)
+
+
+def test_gradients_that_are_zeroed_in_place_give_the_same_steps():
+    model, x = build(torch.float32)
+    other = copy.deepcopy(model)
+    optimizers = make(model), make(other)
+    for _ in range(12):
+        for m, optimizer, to_none in zip((model, other), optimizers, (True, False), strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            F.cross_entropy(m(x), TARGETS).backward()
+            optimizer.step()
+    assert same(model, other)
+
+
+def test_gradients_from_before_a_lazy_start_are_rescaled_with_the_weights():
+    """Without an example the model is traced and balanced at the first step, when there are gradients of the
+    weights as they were: also several, accumulated. It is the same training as from an example."""
+    torch.manual_seed(0)
+    model, x = Lazy().double(), build()[1]
+    pathsgd.unbalance(model, x[:1])
+    other = copy.deepcopy(model)
+    start = weights(model)
+    optimizers = BalancedMuon(model), BalancedMuon(other, x[:1])
+    assert same(model, start)
+    assert not same(other, start)
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        for k in range(3):
+            F.cross_entropy(m(x * (1 + k)), TARGETS).backward()
+        optimizer.step()
+        train(m, optimizer, x, 11)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert distance(p, q) < 1e-13
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    model, x = build()
+    other = copy.deepcopy(model)
+    optimizer, calls = make(model), []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), TARGETS)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(12)]
+    assert losses == train(other, make(other), x, 12)
+    assert len(calls) == 12
+    assert same(model, other)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", ["weights first", "optimizer first", "state first"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(order, lazy, dtype):
+    """With upkeep on both sides of it, whether the new optimizer is made before the weights are loaded, or
+    after: these are balanced already, and are not balanced again."""
+
+    torch.manual_seed(0)
+    x = build(dtype)[1]
+    model = Lazy().to(dtype) if lazy else build(dtype)[0]
+    optimizer = BalancedMuon(model) if lazy else make(model)
+    train(model, optimizer, x, 12)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, x, 12)
+    file.seek(0)
+    saved, state = torch.load(file)
+    other = Lazy().to(dtype) if lazy else build(dtype, seed=5)[0]
+    if order == "weights first":
+        other.load_state_dict(saved)
+    resumed = BalancedMuon(other) if lazy else make(other)
+    if order == "optimizer first":
+        other.load_state_dict(saved)
+    resumed.load_state_dict(state)
+    if order == "state first":
+        other.load_state_dict(saved)
+    train(other, resumed, x, 12)
+    assert same(model, other)
+    assert same_state(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_of_model_and_optimizer_together_go_on_alike(copied):
+    model, x = build(torch.float32)
+    optimizer = make(model)
+    train(model, optimizer, x, 12)
+    other, its_optimizer = copied((model, optimizer))
+    assert its_optimizer.param_groups[0]["params"][0] is other[0].weight
+    train(model, optimizer, x, 12)
+    train(other, its_optimizer, x, 12)
+    assert same(model, other)
+
+
+@pytest.mark.parametrize(
+    ("make_other", "message"),
+    [
+        (lambda m: PathMuon(m, traced()), "this is the state of PathMuon"),
+        (lambda m: torch.optim.AdamW(m.parameters()), "this is the state of another optimizer"),
+    ],
+    ids=["PathMuon", "AdamW"],
+)
+def test_the_state_of_another_optimizer_is_refused(make_other, message):
+    model, x = build()
+    other = make_other(model)
+    train(model, other, x)
+    with pytest.raises(ValueError, match=message):
+        make(model).load_state_dict(other.state_dict())
+
+
+def test_foreign_weights_in_mid_training_are_balanced_as_they_are():
+    """They are no rescaling of what was there: their function stays, and training goes on from it."""
+    model, x = build()
+    optimizer = make(model)
+    train(model, optimizer, x, 12)
+    foreign, _ = build(seed=9)
+    model.load_state_dict(foreign.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, x)
+    assert distance(model(x), foreign(x)) < 1e-14
+    expected, _ = build(seed=9)
+    pathsgd.balance(expected)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert distance(p, q) < 1e-12
+    optimizer.param_groups[0]["lr"] = 0.05
+    losses = train(model, optimizer, x, 20)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_earlier_checkpoint_is_not_mistaken_for_a_rescaling(dtype):
+    """It is close to the weights, so that in 16 bits it could be one, but for rounding."""
+    model, x = build(dtype)
+    optimizer = make(model, lr=0.01)
+    train(model, optimizer, x, 3)
+    saved = copy.deepcopy(model.state_dict())
+    expected = model(x).detach()
+    train(model, optimizer, x, 2)
+    model.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, x)
+    assert distance(model(x), expected) <= (0 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_weights_that_turned_nan_are_named_once_they_are_written():
+    model, x = build()
+    optimizer = make(model)
+    train(model, optimizer, x, 2)
+    model[2].weight.data.fill_(torch.nan)
+    optimizer.refresh()
+    with pytest.raises(PathError, match=r"'2.weight' holds nan or inf"):
+        train(model, optimizer, x)
+    with pytest.raises(PathError, match=r"'2.weight' holds nan or inf"):
+        make(model)
+
+
+def test_writes_that_torch_does_not_count_need_a_refresh():
+    """Through .data: undone only after refresh()."""
+    factor = torch.tensor([8.0] * 12, dtype=torch.float64)
+    ends = []
+    for is_rescaled, is_told in ((False, False), (True, True), (True, False)):
+        model, x = build()
+        optimizer = make(model)
+        train(model, optimizer, x, 2)
+        if is_rescaled:
+            model[0].weight.data *= factor[:, None]
+            model[0].bias.data *= factor
+            model[2].weight.data /= factor
+        if is_told:
+            optimizer.refresh()
+        train(model, optimizer, x, 2)
+        ends.append(weights(model))
+    assert all(map(torch.equal, ends[0], ends[1]))
+    assert not any(map(torch.equal, ends[0][:3], ends[2][:3]))
+
+
+# Kinds of models
+
+
+def test_a_compiled_model_and_step_train_as_they_do_eagerly():
+    model, x = build(torch.float32)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager")
+    optimizer, plain = BalancedMuon(compiled), make(other)
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(12):
+        optimizer.zero_grad()
+        F.cross_entropy(compiled(x), TARGETS).backward()
+        step()
+    train(other, plain, x, 12)
+    assert same(model, other)
+
+
+def test_a_model_of_16_bits_is_rescaled_by_powers_of_two_and_trains():
+    """Its function stays to the bit, at the start and in upkeep."""
+    model, x = build(torch.bfloat16)
+    expected, before = model(x).detach(), weights(model)
+    optimizer = make(model)
+    assert torch.equal(model(x), expected)
+    assert not same(model, before)
+    factor = torch.tensor([2.0**k for k in range(-6, 6)], dtype=torch.bfloat16)
+    losses = train(model, optimizer, x, 12)
+    trained = model(x).detach()
+    with torch.no_grad():
+        model[0].weight.mul_(factor[:, None])
+        model[0].bias.mul_(factor)
+        model[2].weight.div_(factor)
+    assert torch.equal(model(x), trained)
+    losses += train(model, optimizer, x, 20)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_a_model_without_units_to_rescale_is_trained_and_not_rewritten():
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double(), build()[1]
+    before = weights(model)
+    optimizer = BalancedMuon(model)
+    assert same(model, before)
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_model_that_cannot_be_traced_warns_and_trains():
+    """Its control flow depends on values: it is not balanced, steps are still relative."""
+
+    class Branching(Lazy):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if bool((y.abs().max() > 0).item()) else -y
+
+    torch.manual_seed(0)
+    model, x = Branching().double(), build()[1]
+    before = weights(model)
+    with pytest.warns(UserWarning, match="no parameter is path-normalised, so steps depend on how units"):
+        optimizer = BalancedMuon(model, x[:1])
+    assert same(model, before)
+    losses = train(model, optimizer, x, 22)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_sparse_gradients_are_refused_and_nothing_is_written():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    tokens = torch.tensor([[0, 1, 2]])
+    optimizer = BalancedMuon(model, tokens)
+    before = weights(model)
+    model(tokens).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    assert same(model, before)
