@@ -9,7 +9,7 @@ from .methods import constants_set
 
 VARIANTS: dict[str, str] = {
     "no growth": "growth=0.0",
-    "no upkeep": "set=pathsgd.muon.upkeep.MOST=1.0",
+    "no upkeep": "set=pathsgd.muon.round.MOST=1.0",
     "no depth rule in a region": "set=pathsgd.optim.relative.depth.SHALLOW=1e9",
     "no depth rule across norms": "set=pathsgd.optim.relative.depth.SHALLOW_NETWORK=1e9",
     "no catching up": "set=pathsgd.optim.relative.sizes.SMALL=1e-9",

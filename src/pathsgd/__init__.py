@@ -28,7 +28,8 @@ __all__ = [  # noqa: RUF022
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
     # training
-    "BalancedMuon", "PathSGD", "PathNormalized", "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
+    "BalancedMuon", "PathSGD", "PathNormalized",
+    "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
     # errors
     "PathError", "TraceError", "DataDependentError", "RescaleError",
 ]  # fmt: skip

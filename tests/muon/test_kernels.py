@@ -136,8 +136,8 @@ def test_with_every_option(options):
 
 @pytest.mark.parametrize("network", [Mlp, Recurrent, Transformer, Convolutions])
 def test_rounds_of_balancing_are_the_same(network):
-    from pathsgd.muon import upkeep
     from pathsgd.muon.gpu.upkeep import KernelGather, KernelUpkeep
+    from pathsgd.muon.round import MOST
 
     model, x = make(network)
     graph = trace(model, x)
@@ -155,9 +155,9 @@ def test_rounds_of_balancing_are_the_same(network):
                 return
             kernels.steps += 3
             before = [p.clone() for p in m.parameters()]
-            kernels.run(optimizer.state, 2, upkeep.MOST)
+            kernels.run(optimizer.state, 2, MOST)
             assert all(map(torch.equal, before, m.parameters())), "it was not due"
-            kernels.run(optimizer.state, 3, upkeep.MOST)
+            kernels.run(optimizer.state, 3, MOST)
         else:
             kept._round.run(optimizer.state)
         found.append([t for p in m.parameters() for t in (p, *states(optimizer, p))])

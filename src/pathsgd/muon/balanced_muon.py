@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach
-from pathsgd.errors import PathError
 from pathsgd.geometry.devices import has_triton
 from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
@@ -204,19 +203,10 @@ class BalancedMuon(Optimizer):
             self._find_step(moved).run()
             upkeep.after_step(self._is_still())
         else:
-            self._check_gradients_arrive()
+            self._known.check_all()  # gradients may be those of other parameters by now
         if self._default_rate is not None:
             self._default_rate.after_step(self.param_groups)
         return loss
-
-    def _check_gradients_arrive(self) -> None:
-        """If no parameter has a gradient, it may be because the model has others by now."""
-        for name, parameter in self._model.named_parameters():
-            if self._known.names.get(id(parameter)) != name:
-                raise PathError(
-                    f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
-                    "added since, as fully_shard does); make the optimizer again"
-                )
 
     def _is_still(self) -> bool:
         """Whether this step is to change nothing, as those that torch's checkpoints take at rate 0."""

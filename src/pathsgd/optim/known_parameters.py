@@ -42,13 +42,17 @@ class KnownParameters:
         """The same, right after its tensors were read."""
         if self._checked_walk == tensors.walks:
             return
+        self.check_all()
+        self._checked_walk = tensors.walks
+
+    def check_all(self) -> None:
+        """The same, by a walk over all modules."""
         for name, parameter in self.model.named_parameters():
             if self.names.get(id(parameter)) != name:
                 raise PathError(
                     f"parameter {name!r} is not the one the optimizer was made with (it was replaced or "
                     "added since, as fully_shard does); make the optimizer again"
                 )
-        self._checked_walk = tensors.walks
 
     def __getstate__(self) -> dict[str, nn.Module]:
         return {"model": self.model}
