@@ -106,7 +106,7 @@ def refuse():
     expect(lambda: PathSGD(model, max_relative_step=0.1))
     expect(lambda: PathSGD(model, shared="gram"))
     expect(lambda: pathsgd.path_norm(model))
-    expect(lambda: pathsgd.balance(model))
+    expect(lambda: pathsgd.balance(model, q=math.inf))
     partial = DTensor.from_local(torch.ones(2), model[0].weight.device_mesh, [Partial()])
     expect(lambda: shards_of(partial))
     return messages

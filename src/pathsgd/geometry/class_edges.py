@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import exact_ldexp
+from pathsgd.geometry.extended_float import power_of_two
 from pathsgd.geometry.sharded import Shard, local_part, shards_of
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.graph.unit_ties import compress
 
-CHUNK = 1 << 17
-"""Entries that are taken to fp64 at a time, so that they stay in the cache."""
+CHUNK = (1 << 15) - 1
+"""Entries that are taken to fp64 at a time: they stay in the cache, and for more torch would start threads,
+which wait for each other longer than they work."""
 SMALL = 1 << 10
 """Up to so many edges of a layer are listed, where a matrix costs more than it saves."""
 ZERO = -(1 << 30)
@@ -309,12 +310,8 @@ def at_rows(x: Tensor, rows: slice) -> Tensor:
 def split_factors(head: Tensor, tail: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """``2^head`` and ``2^-tail``, but for a common factor: alone they may be out of range."""
     highest = head.max() if head.numel() else 0
-    return power_of_two(head - highest).to(device), power_of_two(highest - tail).to(device)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    exponent = exponent.clamp(-1000, 1000).to(torch.int32)
-    return exact_ldexp(torch.ones(exponent.shape, dtype=torch.float64), exponent)
+    at_head, at_tail = (head - highest).to(device), (highest - tail).to(device)
+    return power_of_two(at_head, torch.float64), power_of_two(at_tail, torch.float64)
 
 
 def cut_edges(edge: EdgeClasses, shards: tuple[Shard, ...]) -> EdgeClasses:

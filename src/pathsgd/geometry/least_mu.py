@@ -43,9 +43,8 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 LOG_2 = math.log(2)
 TOLERANCE = 1e-13
 """Of ``log(arriving / leaving)``."""
-ROUNDED = 1e-9
-"""Up to here rounding may keep it, in deep networks; where it no longer falls for so many rounds:"""
-PATIENCE = 10
+ROUNDED, PATIENCE = 1e-10, 30
+"""Below so much it is rounding, if so many rounds do not halve it."""
 ROUNDS = 2000
 OMEGA = 0.8
 MEMORY = 8
@@ -316,9 +315,9 @@ class _Solver:
                 continue
             gap = torch.where(self.live, flow.leaving - flow.arriving, 0)
             size = float(gap.abs().max())
-            idle = 0 if size < smallest / 2 else idle + 1
-            smallest = min(smallest, size)
-            if size <= TOLERANCE or (idle >= PATIENCE and size <= ROUNDED):
+            smallest, idle = (size, 0) if size < smallest / 2 else (smallest, idle + 1)
+            rounding = 1e-15 * self.order * float(t.abs().max())
+            if size <= TOLERANCE + rounding or (size <= ROUNDED and idle >= PATIENCE):
                 return t
             least, best = min(least, flow.total), t
             step = self._correct_layers(OMEGA * gap / (self.order * (1 + self.degree)), flow)
