@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -107,20 +106,10 @@ class Edges:
     degrees: Tensor
     units: Tensor
 
-    LISTS: ClassVar[tuple[str, ...]] = ("values", "heads", "tails", "degrees", "units")
-
     @property
     def is_loop(self) -> Tensor:
         """Whether all equivalents have the same weight there: from a class to itself."""
         return (self.heads == self.tails) & ((self.degrees == 1) | (self.heads == FIXED))
-
-    def select(self, chosen: Tensor) -> Edges:
-        return Edges(self.matrices, *(getattr(self, name)[chosen] for name in self.LISTS))
-
-    @staticmethod
-    def empty() -> Edges:
-        none = torch.empty(0, dtype=torch.int64)
-        return Edges([], none.double(), none, none, none, none)
 
 
 class EdgeLayout:
@@ -139,6 +128,7 @@ class EdgeLayout:
         self, name: str, edge: EdgeClasses, fixed: Tensor, units: Tensor | None, tensor: Tensor
     ) -> None:
         self.name, self.degree, self.shards = name, edge.degree, shards_of(tensor)
+        self._groups = tuple(shard.group for shard in self.shards)
         ends = (torch.where(fixed[ids], FIXED, ids) for ids in (edge.head, edge.tail))
         self.head, self.tail = (compress(torch.atleast_1d(ids)) for ids in ends)
         self._merges = units is None
@@ -210,12 +200,11 @@ class EdgeLayout:
         return replace(join_edges(parts), matrices=[matrix])
 
     def _list_edges(self, values: Tensor, heads: Tensor, tails: Tensor, units: Tensor) -> Edges:
-        found = Edges([], values, heads, tails, torch.full_like(heads, self.degree), units)
-        return found.select(~found.is_loop) if self._merges else found
-
-    @property
-    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(shard.group for shard in self.shards)
+        degrees = torch.full_like(heads, self.degree)
+        found = Edges([], values, heads, tails, degrees, units)
+        if not self._merges:
+            return found
+        return Edges([], *(x[~found.is_loop] for x in (values, heads, tails, degrees, units)))
 
     def _along(self, dims: list[int], ids: Tensor) -> Tensor:
         return ids.expand([n if d in dims else 1 for d, n in enumerate(self._shape)]).flatten()
@@ -227,8 +216,9 @@ class EdgeLayout:
 
 
 def join_edges(parts: list[Edges]) -> Edges:
-    parts = parts or [Edges.empty()]
-    joined = (torch.cat([getattr(part, name) for part in parts]) for name in Edges.LISTS)
+    empty = torch.empty(0, dtype=torch.int64)
+    names = ("values", "heads", "tails", "degrees", "units")
+    joined = (torch.cat([getattr(part, name) for part in parts] or [empty]) for name in names)
     return Edges([matrix for part in parts for matrix in part.matrices], *joined)
 
 
@@ -236,7 +226,7 @@ def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
     """The binary exponent of the largest weight of every edge."""
 
     def exponent(x: Tensor) -> Tensor:
-        return torch.where(x > 0, torch.frexp(x).exponent.long(), ZERO)
+        return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
 
     found = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
     matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in found.matrices]

@@ -75,10 +75,6 @@ def find_least_mu(
     units = rows if rows is not None and p != q else {}
     layouts = [EdgeLayout(name, edge, fixed, units.get(name), tensors[name]) for name, edge in edges.items()]
     layouts = [layout for layout in layouts if layout.is_changed or units]
-    if not layouts:
-        return ClassFactors(
-            torch.ones(len(fixed), dtype=torch.float64), torch.zeros_like(fixed, dtype=torch.int64)
-        )
     largest = [find_largest(layout, tensors[layout.name]) for layout in layouts]
     exponents, from_fixed = _find_exponents(join_edges(largest), fixed)
     found = []
@@ -256,10 +252,10 @@ class _Past:
 class _Solver:
     """Minimises mu_{p,q}.
 
-    A round moves all classes at once, each half of the way to where arriving and leaving would be equal if
-    the others stayed. Alone it never increases mu, since ``exp(a + b) <= (exp(2a) + exp(2b)) / 2``; but in a
-    deep network it takes long to change the scales of whole layers, so these are found beside it by Newton's
-    method on one number for each layer.
+    A round moves all classes at once, each most of the way to where arriving and leaving would be equal if
+    the others stayed. In a deep network this takes long to change the scales of whole layers, so these are
+    found beside it by Newton's method on one number for each layer. Both lead downwards: where mu has grown
+    nevertheless, half of the last step is taken from where it was least.
     """
 
     def __init__(
@@ -387,7 +383,6 @@ class _Solver:
         reached = self.fixed.clone()
         while True:
             before = reached.clone()
-            log = torch.where(reached, 0.0, -math.inf).double()
             usable = reached[self.edges.heads] & (self.edges.values > -math.inf)
             reached[self.edges.tails[usable]] = True
             for matrix in reversed(self.edges.matrices):
@@ -406,9 +401,8 @@ class _Solver:
 
     def _mean_norm(self, norm: Tensor) -> Tensor:
         """log of the mean norm of the live classes of every class's layer; 0 if it has none."""
-        count = int(self.layers.max()) + 1
-        total = _log_sum(torch.where(self.live, norm, -math.inf), self.layers, count)
-        number = torch.zeros(count, dtype=torch.float64).index_add(0, self.layers, self.live.double())
+        total = _log_sum(torch.where(self.live, norm, -math.inf), self.layers, self.layer_count)
+        number = torch.zeros_like(total).index_add(0, self.layers, self.live.double())
         return torch.where(number > 0, total - number.log(), 0)[self.layers]
 
     def _settle_others(self, t: Tensor) -> Tensor:
