@@ -1,22 +1,21 @@
 """Rescaling-invariant training for PyTorch."""
 
 from pathsgd import functional
+from pathsgd.balance.balance import balance
+from pathsgd.balance.equivalence import Equivalence, rescaling_equivalent
+from pathsgd.balance.group_norm import group_norm
+from pathsgd.balance.imbalance import Imbalance, imbalance
+from pathsgd.balance.rescale import rescale, unbalance
 from pathsgd.errors import DataDependentError, PathError, RescaleError, TraceError
-from pathsgd.geometry.balance import balance
-from pathsgd.geometry.equivalence import Equivalence, rescaling_equivalent
 from pathsgd.geometry.gamma import Gamma, Gammas, gammas
-from pathsgd.geometry.imbalance import Imbalance, imbalance
-from pathsgd.geometry.norms import group_norm, path_norm
+from pathsgd.geometry.path_norm import path_norm
 from pathsgd.geometry.path_vector import path_vector
-from pathsgd.geometry.rescale import rescale, unbalance
 from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
 from pathsgd.graph.trace import Inputs, trace
 from pathsgd.muon.balanced_muon import BalancedMuon
-from pathsgd.optim.clip import clip_path_grad_norm_
-from pathsgd.optim.path_adam import PathAdagrad, PathAdam
-from pathsgd.optim.path_muon import PathMuon
-from pathsgd.optim.path_normalized import PathNormalized
-from pathsgd.optim.path_sgd import PathSGD
+from pathsgd.paths.clip import clip_path_grad_norm_
+from pathsgd.paths.path_normalized import PathNormalized
+from pathsgd.paths.path_sgd import PathSGD
 
 __version__ = "0.1.0"
 
@@ -28,8 +27,7 @@ __all__ = [  # noqa: RUF022
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
     # training
-    "BalancedMuon", "PathSGD", "PathNormalized",
-    "PathAdam", "PathMuon", "PathAdagrad", "clip_path_grad_norm_", "functional",
+    "BalancedMuon", "PathSGD", "PathNormalized", "clip_path_grad_norm_", "functional",
     # errors
     "PathError", "TraceError", "DataDependentError", "RescaleError",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class PathError(ValueError):
     """A path quantity cannot be computed as asked; the message says what to do instead.
@@ -49,3 +51,16 @@ class RescaleError(PathError):
         Traceback (most recent call last):
         pathsgd.errors.RescaleError: '0' has units 0 to 2; there is no unit 3
     """
+
+
+LARGEST_P = 256
+"""Beyond it the powers leave fp64, and phi_p is within a few percent of phi_inf."""
+
+
+def check_p(p: object) -> float:
+    """The order of a norm over weights, checked."""
+    if not isinstance(p, (int, float)) or not p >= 1:
+        raise PathError(f"Invalid p: {p} (path norms need 1 <= p <= inf)")
+    if LARGEST_P < p < math.inf:
+        raise PathError(f"Invalid p: {p} (p over {LARGEST_P} is beyond floats; use math.inf)")
+    return float(p)

@@ -1,4 +1,4 @@
-"""Path-SGD without state, for torch.func: see :mod:`pathsgd.optim.functional`."""
+"""Path-SGD without state, for torch.func: see :mod:`pathsgd.paths.functional`."""
 
-from pathsgd.optim.functional import gammas as gammas
-from pathsgd.optim.functional import path_sgd as path_sgd
+from pathsgd.paths.functional import gammas as gammas
+from pathsgd.paths.functional import path_sgd as path_sgd

@@ -7,124 +7,111 @@ is the gradient of the sum of all outputs. For p = inf read max for sum.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
-from pathsgd._torch import is_compiling, is_transforming
-from pathsgd.geometry.devices import has_triton
-from pathsgd.geometry.edge_weights import EdgeWeights, Tensors
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
+from pathsgd.errors import PathError
 from pathsgd.geometry.operations.apply import adjoint, apply
-from pathsgd.geometry.operations.channel_norm import adjoin_norm
-from pathsgd.graph.channel_norms import ChannelNorm
-from pathsgd.graph.folding import Folded
-from pathsgd.graph.nodes import Begin, Square, Weighted
-from pathsgd.graph.path_graph import PathGraph, compute_dtype
-from pathsgd.graph.sharded import any_sharded
+from pathsgd.geometry.scaled import Arithmetic, Scaled
+from pathsgd.graph.edge_weights import Tensors, signed_weights
+from pathsgd.graph.nodes import Add, Begin, Cat, Conv, Linear, Multiply, Source, Square, Weighted
+from pathsgd.graph.path_graph import PathGraph
 
-Values = dict[int, ExtendedFloat]
+Values = dict[int, Scaled]
+
+TRUSTED = 2.0**500
+"""Mantissas, which are centered at 1, between its inverse and it are trusted: so are their products."""
+
+
+COMPUTED = (Source, Linear, Conv, Multiply, Add, Square, Cat)
+"""Operations after which numbers may lie farther apart; others move numbers only."""
 
 
 @dataclass(frozen=True)
 class PoweredNetwork:
     """The powered network of one graph with one set of tensors."""
 
-    traced: PathGraph
-    folded: Folded
-    edges: EdgeWeights
-    norms: Mapping[int, ChannelNorm] = field(default_factory=dict)
-    """Batch norms that are computed as one, by the node of their outputs: the nodes inside have no values."""
-
-    def join_norms(self) -> PoweredNetwork:
-        """The same with batch norms as one, where that is faster: on a GPU, in plain floats."""
-        plain = not self.arithmetic.exponents and not math.isinf(self.arithmetic.p)
-        if not plain or not _gains_by_joining(self.device):
-            return self
-        if is_compiling() or is_transforming():  # torch cannot look into a batch norm then
-            return self
-        if any_sharded(self.edges.tensors.values()):
-            return self
-        return replace(self, norms=self.graph.channel_norms)
-
-    @property
-    def inside_norms(self) -> frozenset[int]:
-        """The scales and shifts of :attr:`norms`."""
-        return frozenset(k for norm in self.norms.values() for k in (norm.scale, *norm.shifts))
-
-    @property
-    def graph(self) -> PathGraph:
-        """What the passes run over."""
-        return self.folded.graph
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return self.edges.arithmetic
+    graph: PathGraph
+    tensors: Tensors
+    arithmetic: Arithmetic
+    looks: bool = False
+    """Whether the range of all numbers is recorded, for :func:`check_range`."""
+    seen: list[Tensor] = field(default_factory=list)
+    """Of every node that was computed, the least positive number, the largest, and the number of zeros."""
+    _weights: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.edges.tensors.values())).device
+        return next(iter(self.tensors.values())).device
 
-    def forward(self, wanted: Iterable[int]) -> Iterator[tuple[int, ExtendedFloat]]:
-        """``gamma_in`` in order of evaluation, of the nodes ``wanted`` and of all before them:
-        ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
-        gamma_in: Values = {}
-        edges, norms, device = self.edges, self.norms, self.device
-        for k, node, sources, used_up in self.graph.steps(frozenset(wanted), bool(self.norms)):
-            inputs = [gamma_in[source] for source in sources]
-            if k in norms:
-                scale, shift = edges.of_norm(norms, k)
-                value = ExtendedFloat(torch.addcmul(shift, inputs[0].mantissa, scale))
-            else:
-                arithmetic, weight = edges.for_operation(k)
-                value = apply(arithmetic, node.operation, inputs, weight, node.shape, device)
-            gamma_in[k] = value
-            yield k, value
-            for source in used_up:
-                del gamma_in[source]
+    def weight(self, k: int) -> Tensor | None:
+        """The weights of node k's edges, computed once."""
+        operation = self.graph.nodes[k].operation
+        if not isinstance(operation, Weighted):
+            return None
+        if k not in self._weights:
+            self._weights[k] = signed_weights(operation.weight, self.tensors)
+        return self._weights[k]
 
-    def backward(self, gamma_in: Values) -> Iterator[tuple[int, ExtendedFloat]]:
-        """``gamma_out`` of every node that paths leave, from the last to the first:
-        ``gamma_out(u) = sum_v |w_uv|^p gamma_out(v)``.
+    def factor_power(self, k: int) -> Scaled | None:
+        """``|.|^p`` of what multiplies the parameter of node k's edges, or None if nothing does."""
+        operation = self.graph.nodes[k].operation
+        assert isinstance(operation, Weighted)
+        if not operation.weight.factors:
+            return None
+        factors = signed_weights(replace(operation.weight, parameter=None), self.tensors)
+        return self.arithmetic.edges(factors, operation.weight.shape)
 
-        ``gamma_in`` holds what :meth:`needed_by_backward` names; entries are dropped when used up. Of what is
-        inside of :attr:`norms` come the sums over places, by channel: of ``gamma_out`` for a shift, and of
-        ``gamma_in gamma_out`` for a scale.
-        """
-        nodes = self.graph.nodes
-        arriving: list[list[ExtendedFloat]] = [[] for _ in nodes]
+    def forward(self, wanted: Iterable[int]) -> Values:
+        """``gamma_in`` of the nodes ``wanted``: ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
+        nodes, wanted = self.graph.nodes, frozenset(wanted)
+        asked = set(wanted)
         for k in reversed(range(len(nodes))):
-            gamma_in.pop(k, None)
+            if k in asked:
+                asked.update(nodes[k].inputs)
+        last_reader = {source: k for k in sorted(asked) for source in nodes[k].inputs}
+        gamma_in: Values = {}
+        for k in sorted(asked):
+            node = nodes[k]
+            inputs = [gamma_in[source] for source in node.inputs]
+            gamma_in[k] = apply(
+                self.arithmetic, node.operation, inputs, self.weight(k), node.shape, self.device
+            )
+            self._look(k, gamma_in[k])
+            for source in node.inputs:
+                if last_reader[source] == k and source not in wanted:
+                    gamma_in.pop(source, None)
+        return gamma_in
+
+    def backward(self, gamma_in: Values) -> Iterator[tuple[int, Scaled]]:
+        """``gamma_out`` of every node that paths leave, from the last to the first:
+        ``gamma_out(u) = sum_v |w_uv|^p gamma_out(v)``; ``gamma_in`` holds what :meth:`find_multiplied`
+        names."""
+        nodes = self.graph.nodes
+        arriving: list[list[Scaled]] = [[] for _ in nodes]
+        for k in reversed(range(len(nodes))):
             if k in self.graph.ends:
                 arriving[k].append(self.arithmetic.ones(nodes[k].shape, self.device))
             if not arriving[k]:
                 continue
             gamma_out = self.arithmetic.add(arriving[k])
             arriving[k] = []
+            self._look(k, gamma_out)
             yield k, gamma_out
-            if k in self.norms:
-                norm, x = self.norms[k], gamma_in[self.norms[k].source].mantissa
-                scale, _ = self.edges.of_norm(self.norms, k)
-                back = adjoin_norm(gamma_out.mantissa, x, scale)
-                for shift in norm.shifts:
-                    yield shift, ExtendedFloat(back.shift)
-                yield norm.scale, ExtendedFloat(back.scale)
-                arriving[norm.source].append(ExtendedFloat(back.x))
-                continue
             if all(isinstance(nodes[source].operation, Begin) for source in nodes[k].inputs):
                 continue  # nothing needs gamma_out of the inputs
             shapes = [nodes[source].shape for source in nodes[k].inputs]
             squared = gamma_in.get(nodes[k].inputs[0])
-            arithmetic, weight = self.edges.for_operation(k)
-            flows = adjoint(arithmetic, nodes[k].operation, gamma_out, weight, shapes, squared)
+            flows = adjoint(self.arithmetic, nodes[k].operation, gamma_out, self.weight(k), shapes, squared)
             for source, flow in zip(nodes[k].inputs, flows, strict=True):
                 arriving[source].append(flow)
 
-    def needed_by_backward(self) -> set[int]:
-        """The nodes whose gamma_in the backward pass and gamma ask for: what is multiplied by a parameter.
-        What arrives at the outputs is not among them."""
+    def find_multiplied(self) -> set[int]:
+        """The nodes whose gamma_in the backward pass and gamma ask for: what is multiplied by a
+        parameter."""
         return {
             k
             for node in self.graph.nodes
@@ -133,19 +120,39 @@ class PoweredNetwork:
             for k in node.inputs
         }
 
+    def _look(self, k: int, x: Scaled) -> None:
+        if self.looks and isinstance(self.graph.nodes[k].operation, COMPUTED) and x.mantissa.numel():
+            m = x.mantissa.detach()
+            least = torch.where(m > 0, m, torch.inf).amin()
+            self.seen.append(torch.stack([least, m.amax(), (m == 0).sum().double()]))
 
-def _gains_by_joining(device: torch.device) -> bool:
-    # On a CPU a batch norm rounds as with exponents instead: any two rescaled copies agree in all bits.
-    return device.type == "cuda" and has_triton()
+
+def find_reachable(network: PoweredNetwork) -> PoweredNetwork:
+    """The network with 1 for every weight that is not zero: its path weights count paths."""
+    ones = {n: (t != 0).double() if t.is_floating_point() else t for n, t in network.tensors.items()}
+    return PoweredNetwork(network.graph, ones, Arithmetic(1.0), looks=True)
 
 
-def powered_network(
-    graph: PathGraph, tensors: Tensors, p: float, exponents: bool = False, folded: bool = True
-) -> PoweredNetwork:
-    """The powered network of a model's tensors, in plain floats or with an exponent per unit. Not ``folded``,
-    every place is computed by itself."""
-    # A high power of a mantissa needs a wider exponent than fp32 has.
-    dtype = torch.float64 if 32 < p < math.inf else compute_dtype(tensors)
-    nodes = graph.folded if folded else Folded.nothing(graph)
-    edges = EdgeWeights(nodes.graph, tensors, Arithmetic(float(p), dtype, exponents))
-    return PoweredNetwork(graph, nodes, edges)
+def check_range(network: PoweredNetwork, backward: bool) -> None:
+    """Refuses path weights that were lost: those of one layer differ by more than fp64 can hold.
+
+    Raises:
+        PathError: numbers of one layer are too far apart, or a unit that paths reach was computed to be 0.
+    """
+    if not network.seen:
+        return
+    least, largest, zeros = torch.stack(network.seen).T.tolist()
+    is_lost = any(x < 1 / TRUSTED for x in least) or any(x > TRUSTED for x in largest)
+    if not is_lost and any(zeros):
+        counted = find_reachable(network)
+        values = counted.forward(counted.find_multiplied() if backward else network.graph.ends)
+        if backward:
+            for _ in counted.backward(values):
+                pass
+        is_lost = [float(row[2]) for row in counted.seen] != zeros
+    if is_lost:
+        raise PathError(
+            f"the path weights of one layer of {network.graph.model} at p = {network.arithmetic.p:g} differ "
+            "by more than fp64 can hold; call pathsgd.balance(model) first, which leaves the function as it "
+            "is, or take a smaller p or p = math.inf"
+        )

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from pathsgd.dag import Dag
 from pathsgd.errors import PathError
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.apply import apply
-from pathsgd.geometry.passes import PoweredNetwork, powered_network
-from pathsgd.graph.nodes import Add, Begin, Cat, Node, Operation, Shape, Source, Square, View, Weighted
+from pathsgd.geometry.passes import PoweredNetwork
+from pathsgd.geometry.scaled import Arithmetic, Scaled
+from pathsgd.graph.nodes import Add, Begin, Cat, Node, Operation, Shape, Source, Square, View
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.views import view_tensor
@@ -51,7 +51,7 @@ def path_vector(
         input[0,0] 0[0,1] 2[0,0] -3.0
     """
     graph = trace(model, example_input)
-    unrolled = _Unrolled(powered_network(graph, graph.tensors(model), 1, folded=False))
+    unrolled = _Unrolled(PoweredNetwork(graph, graph.tensors(model), SIGNED))
     dag = unrolled.dag(max_paths)
     if dag.path_count > max_paths:
         raise PathError(
@@ -64,7 +64,7 @@ def path_vector(
     }
 
 
-SIGNED = Arithmetic(1.0, torch.float64, as_given=True)
+SIGNED = Arithmetic(1.0, as_given=True)
 """Sums of the network itself: weights keep their sign."""
 
 
@@ -130,17 +130,25 @@ class _Unrolled:
         if isinstance(operation, Begin):
             self.inputs += [self.names[unit] for unit in out.flatten().tolist()]
             return out
-        weight = self.network.edges.signed(k).double() if isinstance(operation, Weighted) else None
+        weight = self.network.weight(k)
         if isinstance(operation, Source):
             if "one" not in self.constants:
                 self.constants.append("one")
-            row = apply(SIGNED, operation, [], weight, node.shape, self.network.device).mantissa
+            row = self.evaluate(operation, [], weight, node.shape)
             self.connect(["one"], out, row.reshape(-1, 1))
             return out
         for place, units in enumerate(inputs):
             matrix = self.matrix(operation, place, [tuple(i.shape) for i in inputs], weight, node.shape)
             self.connect([self.names[u] for u in units.flatten().tolist()], out, matrix)
         return out
+
+    def evaluate(
+        self, operation: Operation, inputs: list[Tensor], weight: Tensor | None, shape: Shape
+    ) -> Tensor:
+        """The value of a node itself, signs included."""
+        zero = torch.zeros((), dtype=torch.float64)
+        values = [Scaled(x, zero) for x in inputs]
+        return apply(SIGNED, operation, values, weight, shape, self.network.device).mantissa
 
     def matrix(
         self, operation: Operation, place: int, shapes: list[Shape], weight: Tensor | None, shape: Shape
@@ -150,10 +158,7 @@ class _Unrolled:
         for k in range(math.prod(shapes[place])):
             basis = [torch.zeros(s, dtype=torch.float64) for s in shapes]
             basis[place].view(-1)[k] = 1
-            result = apply(
-                SIGNED, operation, [ExtendedFloat(b) for b in basis], weight, shape, self.network.device
-            )
-            columns.append(result.mantissa.flatten())
+            columns.append(self.evaluate(operation, basis, weight, shape).flatten())
         return torch.stack(columns, 1) if columns else torch.zeros(math.prod(shape), 0)
 
     def connect(self, tails: list[str], heads: Tensor, matrix: Tensor) -> None:

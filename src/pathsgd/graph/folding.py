@@ -10,8 +10,8 @@ a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pathsgd.graph import nodes
@@ -29,23 +29,6 @@ class Folded:
     """By node of the traced graph, its number here."""
     whole: tuple[int, ...]
     """Likewise, the number of its value at full size, if it is an output or an end; else as ``place``."""
-    counts: Mapping[int, Mapping[int, Shape]] = field(default_factory=dict)
-    """By node here and axis, how many equal places each of its places stands for. Not of those that are of
-    size one, which stand for all."""
-
-    def after(self, other: Folded) -> Folded:
-        """What was traced, folded by ``other`` and then by this."""
-        return replace(
-            self,
-            place=tuple(self.place[k] for k in other.place),
-            whole=tuple(self.whole[k] for k in other.whole),
-        )
-
-    @staticmethod
-    def nothing(graph: PathGraph) -> Folded:
-        """``graph`` as it is."""
-        numbers = tuple(range(len(graph.nodes)))
-        return Folded(graph, numbers, numbers)
 
 
 def fold(graph: PathGraph) -> Folded:
@@ -71,8 +54,8 @@ class _Folding:
             self.shapes.append(shape)
             self.wanted.append(wanted)
         cheap = nodes.Begin, nodes.Source, nodes.Expand
-        self.shapes = use_shape_of_readers(self.graph, self.shapes, self.wanted, cheap)
-        return rewrite(self.graph, self.shapes, self.wanted, _expand)
+        self.shapes = _use_shape_of_readers(self.graph, self.shapes, self.wanted, cheap)
+        return _rewrite(self.graph, self.shapes, self.wanted)
 
     def visit(self, node: Node, inputs: list[Shape]) -> tuple[Shape, list[Shape]]:
         """The folded shape of a node, and the shapes in which it reads its inputs."""
@@ -82,9 +65,9 @@ class _Folding:
             case nodes.Begin():
                 return tuple(min(n, 1) for n in full), []
             case nodes.Source(weight):
-                return pad_shape(weight.shape, ndim), []
+                return _pad_shape(weight.shape, ndim), []
             case nodes.Multiply(weight):
-                shape = _broadcast([inputs[0], pad_shape(weight.shape, ndim)])
+                shape = _broadcast([inputs[0], _pad_shape(weight.shape, ndim)])
                 return shape, [shape]
             case nodes.Linear():
                 return (*inputs[0][:-1], full[-1]), [(*inputs[0][:-1], before[0][-1])]
@@ -96,24 +79,24 @@ class _Folding:
             case nodes.Square() | nodes.Expand():
                 return inputs[0], inputs
             case nodes.AxisMap(dim):
-                return put(inputs[0], dim, full[dim]), [put(inputs[0], dim, before[0][dim])]
+                return _put(inputs[0], dim, full[dim]), [_put(inputs[0], dim, before[0][dim])]
             case nodes.Reduce(dims):
                 wanted = tuple(before[0][d] if d in dims else n for d, n in enumerate(inputs[0]))
                 return tuple(1 if d in dims else n for d, n in enumerate(inputs[0])), [wanted]
             case nodes.Cat(dim):
-                shape = _broadcast([put(shape, dim, 1) for shape in inputs])
-                return put(shape, dim, full[dim]), [put(shape, dim, n[dim]) for n in before]
+                shape = _broadcast([_put(shape, dim, 1) for shape in inputs])
+                return _put(shape, dim, full[dim]), [_put(shape, dim, n[dim]) for n in before]
             case nodes.Reshape():
                 return _reshape(inputs[0], before[0], full)
             case nodes.Permute(dims):
                 return tuple(inputs[0][d] for d in dims), inputs
             case nodes.Slice(dim):
-                return put(inputs[0], dim, min(inputs[0][dim], full[dim])), inputs
+                return _put(inputs[0], dim, min(inputs[0][dim], full[dim])), inputs
             case nodes.Embed():
                 raise AssertionError("an adjoint in a traced graph")
 
 
-def use_shape_of_readers(
+def _use_shape_of_readers(
     graph: PathGraph, shapes: list[Shape], wanted: list[list[Shape]], cheap: tuple[type[Operation], ...]
 ) -> list[Shape]:
     """The shapes, but that of what is cheap in any, such as the bias of a convolution, is the one that all
@@ -128,25 +111,11 @@ def use_shape_of_readers(
     ]
 
 
-Step = tuple[Operation, Shape]
-"""An operation on one value, and the shape of its result."""
-
-
-def _expand(source: int, have: Shape, want: Shape) -> list[Step]:
-    return [(nodes.Expand(want), want)]
-
-
-def rewrite(
-    graph: PathGraph,
-    shapes: Sequence[Shape],
-    wanted: Sequence[Sequence[Shape]],
-    resize: Callable[[int, Shape, Shape], Iterable[Step]],
-) -> Folded:
-    """The graph with nodes of these shapes, that read their inputs in the shapes they want; ``resize`` says
-    how (node, shape it has, shape that is wanted)."""
+def _rewrite(graph: PathGraph, shapes: Sequence[Shape], wanted: Sequence[Sequence[Shape]]) -> Folded:
+    """The graph with nodes of these shapes, expanded where a reader wants another."""
     written: list[Node] = []
     regions: list[int] = []
-    resized: dict[tuple[int, Shape], int] = {}
+    expanded: dict[tuple[int, Shape], int] = {}
     place: list[int] = []
 
     def emit(node: Node, region: int) -> int:
@@ -158,12 +127,10 @@ def rewrite(
         """The number of a value of the graph in this shape."""
         if shape == shapes[source]:
             return place[source]
-        if (source, shape) not in resized:
-            k = place[source]
-            for operation, result in resize(source, shapes[source], shape):
-                k = emit(Node(operation, (k,), result, graph.nodes[source].where), graph.regions[source])
-            resized[source, shape] = k
-        return resized[source, shape]
+        if (source, shape) not in expanded:
+            node = Node(nodes.Expand(shape), (place[source],), shape, graph.nodes[source].where)
+            expanded[source, shape] = emit(node, graph.regions[source])
+        return expanded[source, shape]
 
     whole: list[int] = []
     returned = {*graph.ends, *graph.outputs}
@@ -221,7 +188,7 @@ def _reshape(x: Shape, before: Shape, full: Shape) -> tuple[Shape, list[Shape]]:
     return tuple(shape), [tuple(wanted)]
 
 
-def pad_shape(shape: Shape, ndim: int) -> Shape:
+def _pad_shape(shape: Shape, ndim: int) -> Shape:
     """Of a weight that is broadcast to so many axes."""
     return (1,) * (ndim - len(shape)) + shape
 
@@ -229,7 +196,7 @@ def pad_shape(shape: Shape, ndim: int) -> Shape:
 T = TypeVar("T")
 
 
-def put(own: Sequence[T], axis: int, new: T) -> tuple[T, ...]:
+def _put(own: Sequence[T], axis: int, new: T) -> tuple[T, ...]:
     """The same with another entry for one axis."""
     return (*own[:axis], new, *own[axis + 1 :])
 

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import is_compiling, module_dicts, uncompiled
+from pathsgd._torch import module_dicts, uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
-from pathsgd.graph.sharded import any_sharded, is_sharded
+from pathsgd.sharding import any_sharded, is_sharded
 
 if TYPE_CHECKING:
-    from pathsgd.graph.channel_norms import ChannelNorm
-    from pathsgd.graph.evaluation import Step
     from pathsgd.graph.folding import Folded
-    from pathsgd.graph.weight_plan import WeightPlan
 
 
 class ParameterStatus(Enum):
@@ -139,46 +136,8 @@ class PathGraph:
     def folded(self) -> Folded:
         """The graph with equal places written once. Kept here, where a compiled step finds it."""
         from pathsgd.graph.folding import fold
-        from pathsgd.graph.shrinking import shrink
 
-        return shrink(fold(self))
-
-    @functools.cached_property
-    def channel_norms(self) -> dict[int, ChannelNorm]:
-        """Its batch norms with fixed statistics, by the node of their outputs."""
-        from pathsgd.graph.channel_norms import find_channel_norms
-
-        return find_channel_norms(self)
-
-    @functools.cached_property
-    def weight_plan(self) -> WeightPlan:
-        """How its weights are computed."""
-        from pathsgd.graph.weight_plan import plan_weights
-
-        return plan_weights(self)
-
-    @functools.cached_property
-    def _steps(self) -> dict[tuple[frozenset[int], bool], tuple[Step, ...]]:
-        return {}
-
-    def steps(self, wanted: frozenset[int], join_norms: bool) -> tuple[Step, ...]:
-        """The nodes in order of evaluation, those ``wanted`` and all before them.
-
-        Args:
-            wanted: their numbers.
-            join_norms: whether batch norms are computed as one.
-
-        Returns:
-            A :class:`pathsgd.graph.evaluation.Step` for each.
-        """
-        from pathsgd.graph.evaluation import order_steps
-
-        norms = self.channel_norms if join_norms else {}
-        if is_compiling():  # would be compiled again whenever another order is kept
-            return order_steps(self, wanted, norms)
-        if (wanted, join_norms) not in self._steps:
-            self._steps[wanted, join_norms] = order_steps(self, wanted, norms)
-        return self._steps[wanted, join_norms]
+        return fold(self)
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.

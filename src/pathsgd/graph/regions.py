@@ -42,16 +42,7 @@ def describe_parameters(
         )
         for name, parameter in model.named_parameters()
     }
-    for k, node in enumerate(builder.nodes):
-        if not isinstance(node.operation, Weighted) or node.operation.weight.parameter is None:
-            continue
-        info = described[node.operation.weight.parameter.name]
-        found = tuple(dict.fromkeys((*info.regions, regions[k])))
-        roles = tuple(dict.fromkeys((*info.roles, node.operation.weight.role)))
-        described[info.name] = replace(info, regions=found, roles=roles)
-    shapes = {name: info.shape for name, info in described.items()}
-    for name, company in find_company(builder.nodes, builder.ends, shapes).items():
-        described[name] = _describe_company(described[name], company)
+    described = describe_uses(described, builder.nodes, builder.ends, regions)
     unread = {n: "what it leads to is on no path" for n in builder.read if not described[n].regions}
     for name, reason in {**unread, **builder.outside}.items():
         described[name] = replace(
@@ -61,6 +52,26 @@ def describe_parameters(
             alone=0,
             with_scales_only=0,
         )
+    return described
+
+
+def describe_uses(
+    parameters: Mapping[str, ParameterInfo],
+    nodes: Sequence[Node],
+    ends: Mapping[int, str],
+    regions: Sequence[int],
+) -> dict[str, ParameterInfo]:
+    """The parameters with what they are used as, in which regions, and what shares their paths."""
+    described = {name: replace(info, regions=(), roles=()) for name, info in parameters.items()}
+    for k, node in enumerate(nodes):
+        if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
+            info = described[node.operation.weight.parameter.name]
+            own = tuple(dict.fromkeys((*info.regions, regions[k])))
+            roles = tuple(dict.fromkeys((*info.roles, node.operation.weight.role)))
+            described[info.name] = replace(info, regions=own, roles=roles)
+    shapes = {name: info.shape for name, info in described.items()}
+    for name, company in find_company(nodes, ends, shapes).items():
+        described[name] = _describe_company(described[name], company)
     return described
 
 

@@ -1,11 +1,26 @@
-"""The report a person reads: what is path-normalised, what is not, and why."""
+"""What a person reads of a graph: what is path-normalised, what is not, and why."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
 
-from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from torch import nn
+
+from pathsgd.graph import nodes
+from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph, remember_model
+from pathsgd.graph.rules.activations import REPLACEABLE
+
+LEAST_SHARE = 0.25
+"""Below it a network is trained for the most part as without paths. Transformers with ReLU MLPs are far above
+(five sixths of the weights of a block), the same with GELU below (a sixth: values and output projections)."""
+
+NOT_HOMOGENEOUS = " is not positively homogeneous"
+"""What a reason says after the name of an operator."""
+
+NAMED = 3
+"""Causes that are named, the most frequent first."""
 
 
 def report(graph: PathGraph) -> str:
@@ -74,3 +89,128 @@ def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
         at = f" at {', '.join(names[:4])}{', ...' * (len(names) > 4)}" if names else ""
         lines.append(f"region {region}{at}: {reason}")
     return lines
+
+
+# Networks with few weights on common paths, and models that cannot be traced
+
+
+def explain_small_share(graph: PathGraph) -> str | None:
+    """What is wrong and what to do, if fewer than LEAST_SHARE of the trainable weights share a path with the
+    matrix of another layer.
+
+    Where a norm's weight is all that shares a path with a matrix, gamma hardly differs from a constant: that
+    does not count. Embeddings and the last layer are left out: they may hold most of the weights, and a norm
+    before or after them is the rule.
+    """
+    uses: dict[str, list[int]] = {name: [] for name in graph.parameters}
+    for k, weight in graph.weights():
+        if weight.parameter is not None:
+            uses[weight.parameter.name].append(k)
+    readers = graph.readers()
+    entries = {name: math.prod(info.shape) for name, info in graph.parameters.items() if info.trainable}
+    inner = {
+        name: n
+        for name, n in entries.items()
+        if "embedding" not in graph.parameters[name].roles
+        and not any(_is_last_layer(graph, readers, k) for k in uses[name])
+    }
+    counted = inner or entries
+    total, shared = sum(counted.values()), sum(graph.parameters[name].with_matrices for name in counted)
+    if shared >= LEAST_SHARE * total:
+        return None
+    sources = [list(node.inputs) for node in graph.nodes]
+    causes: Counter[str] = Counter()
+    for name, n in counted.items():
+        for cause in _find_causes(graph, readers, sources, name, uses[name]):
+            causes[cause] += n - graph.parameters[name].with_matrices
+    return _write_message(graph.model, total, shared, +causes, left_out=counted != entries)
+
+
+def _write_message(model: str, total: int, shared: int, causes: Counter[str], left_out: bool) -> str:
+    share = f"only {shared / total:.0%}" if shared else "none"
+    aside = ", embedding and last layer left out," if left_out else ""
+    sentences = [
+        f"{share} of the {total:,} trainable weights of {model}{aside} share a path with the matrix of "
+        f"another layer: {'the others' if shared else 'they'} are trained as without paths."
+    ]
+    if causes:
+        named = ", ".join(f"{cause} ({n:,} weights)" for cause, n in causes.most_common(NAMED))
+        sentences.append(f"What cuts them off: {named}.")
+    activations = ", ".join(cause for cause, _ in causes.most_common() if cause in REPLACEABLE)
+    replace = (
+        f"Replace {activations} by relu, leaky_relu or a squared relu, or take" if activations else "Take"
+    )
+    sentences.append(f"{replace} BalancedMuon, which trains these weights as well.")
+    sentences.append("print(optimizer.graph) has the reason for each parameter.")
+    return " ".join(sentences)
+
+
+def _is_last_layer(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
+    """Whether a node is returned by the model, with nothing but its bias added."""
+    while k not in graph.outputs:
+        if len(readers[k]) != 1:
+            return False
+        k = readers[k][0]
+        match graph.nodes[k].operation:
+            case nodes.Add():
+                added = [graph.nodes[source].operation for source in graph.nodes[k].inputs]
+                if sum(not isinstance(operation, nodes.Source) for operation in added) > 1:
+                    return False
+            case nodes.Reshape() | nodes.Permute() | nodes.Expand() | nodes.Slice():
+                pass
+            case _:
+                return False
+    return True
+
+
+def _find_causes(
+    graph: PathGraph, readers: list[list[int]], sources: list[list[int]], name: str, uses: list[int]
+) -> set[str]:
+    """What the paths of a parameter begin and end at, up to the next matrix."""
+    info = graph.parameters[name]
+    if info.status in (ParameterStatus.OUTSIDE, ParameterStatus.UNUSED):
+        return {info.reason.removeprefix("outside: ").removesuffix(NOT_HOMOGENEOUS)}
+    found = {graph.ends[k] for k in _reach(graph, uses, readers) if k in graph.ends}
+    for k in _reach(graph, uses, sources):
+        operation = graph.nodes[k].operation
+        if isinstance(operation, nodes.Begin):
+            found.add(operation.reason)
+    return {reason.removesuffix(NOT_HOMOGENEOUS) for reason in found - {"input", "output"}}
+
+
+def _reach(graph: PathGraph, start: list[int], following: list[list[int]]) -> set[int]:
+    """The nodes that paths from these lead to before they meet a matrix."""
+    reached, waiting = set(start), list(start)
+    while waiting:
+        for k in following[waiting.pop()]:
+            operation = graph.nodes[k].operation
+            matrix = (
+                isinstance(operation, (nodes.Linear, nodes.Conv)) and operation.weight.parameter is not None
+            )
+            if k not in reached and not matrix:
+                reached.add(k)
+                waiting.append(k)
+    return reached
+
+
+def describe_untraced(model: nn.Module, reason: str) -> PathGraph:
+    """A graph without paths: steps are relative to the weights themselves."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+    def find_roles(name: str, p: nn.Parameter) -> tuple[str, ...]:
+        if id(p) in embeddings:
+            return ("embedding",)
+        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]  # as torch calls them
+        return ("weight",) if is_matrix else ()
+
+    parameters = {
+        name: ParameterInfo(
+            name, tuple(p.shape), p.requires_grad, ParameterStatus.OUTSIDE,
+            "outside: the model could not be traced", find_roles(name, p),
+        )
+        for name, p in model.named_parameters()
+    }  # fmt: skip
+    graph = PathGraph(type(model).__name__, (), {}, (), (), parameters, (reason,))
+    graph.folded  # noqa: B018  as trace does
+    remember_model(graph, model)
+    return graph

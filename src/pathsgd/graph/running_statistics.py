@@ -6,7 +6,8 @@ import weakref
 from dataclasses import replace
 
 from pathsgd.graph.nodes import Multiply, Node, Source, Weight, number
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.regions import describe_uses, find_regions
 
 REASON = "batch norm divides by statistics of the batch"
 
@@ -34,7 +35,14 @@ def _end_at_statistics(graph: PathGraph) -> PathGraph:
                 nodes[k] = _without_value(node, weight)
     if nodes == list(graph.nodes):
         return graph
-    return replace(graph, nodes=tuple(nodes), ends=ends)
+    regions = find_regions(nodes)
+    described = describe_uses(graph.parameters, nodes, ends, regions)
+    outside = {n: info for n, info in graph.parameters.items() if info.status is ParameterStatus.OUTSIDE}
+    cut = tuple((k, graph.nodes[k].where, REASON) for k in ends if k not in graph.ends)
+    return replace(
+        graph, nodes=tuple(nodes), ends=ends, regions=regions, parameters={**described, **outside},
+        boundaries=(*graph.boundaries, *cut),
+    )  # fmt: skip
 
 
 def _has_statistics(weight: Weight) -> bool:

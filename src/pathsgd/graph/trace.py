@@ -16,7 +16,7 @@ from pathsgd.errors import TraceError
 from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
-from pathsgd.graph.sharded import is_sharded, whole_parameters
+from pathsgd.sharding import is_sharded, whole_parameters
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def trace(
         args, kwargs = _as_inputs(model, example_input)
         program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
         graph = _lower(model, program, notes)
-    graph.folded.graph.weight_plan  # noqa: B018  found here, so that a compiled step finds it
+    graph.folded  # noqa: B018  found here, so that a compiled step finds it
     remember_model(graph, model)
     return graph
 

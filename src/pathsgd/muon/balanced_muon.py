@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach
-from pathsgd.geometry.devices import has_triton
-from pathsgd.geometry.sharded import local_part, place_gradients, reduce_over_ranks
-from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
+from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.muon.block_table import BlockTable
+from pathsgd.muon.default_rate import DefaultRate
+from pathsgd.muon.orthogonalize import orthogonalize_all
+from pathsgd.muon.sharded import on_whole_blocks
 from pathsgd.muon.upkeep import REFERENCE, Upkeep
-from pathsgd.optim.known_parameters import KnownParameters
-from pathsgd.optim.lazy_graph import LazyGraph
-from pathsgd.optim.relative.default_rate import DefaultRate
-from pathsgd.optim.relative.muon import orthogonalize_all
-from pathsgd.optim.relative.sharded import on_whole_blocks
+from pathsgd.sharding import local_part, place_gradients, reduce_over_ranks
+from pathsgd.training.capture import has_triton
+from pathsgd.training.lazy_graph import connect
+from pathsgd.training.staleness import ModelTensors
 
 if TYPE_CHECKING:
     from pathsgd.muon.gpu.step import KernelStep
@@ -111,24 +111,10 @@ class BalancedMuon(Optimizer):
                 raise ValueError(f"Invalid {name} value: {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Invalid betas: {betas}")
-        if isinstance(example_input, (int, float)):
-            raise TypeError(f"example_input comes after the model, and lr by its name: lr={example_input}")
-        params: Iterable[Any]
-        if isinstance(model, nn.Module):
-            self._model, params = unwrap(model), list(unwrap(model).parameters())
-            example_input = graph or example_input
-        else:
-            params = model
-            example_input = graph or (example_input if isinstance(example_input, PathGraph) else None)
-            traced = None if example_input is None else traced_model(example_input)
-            if traced is None:
-                raise TypeError(
-                    "parameters alone do not say which units they lead to: pass the model itself, "
-                    "BalancedMuon(model, example_input), or graph=pathsgd.trace(model, example_input)"
-                )
-            self._model = traced
-        self._lazy_graph = LazyGraph(self._model, example_input, batch_dim, needs_paths=False)
-        self._known = KnownParameters(self._model)
+        lazy_graph, params = connect(
+            "BalancedMuon", model, example_input, graph, batch_dim, needs_paths=False
+        )
+        self._lazy_graph, self._tensors = lazy_graph, ModelTensors(lazy_graph.model)
         self._upkeep: Upkeep | None = None
         self._step: RelativeStep | None = None
         super().__init__(
@@ -138,7 +124,7 @@ class BalancedMuon(Optimizer):
                 "weight_decay": weight_decay, "growth": growth,
             },
         )  # fmt: skip
-        self._known.check_groups(self.param_groups)
+        self._tensors.check_groups(self.param_groups)
         self._default_rate = DefaultRate(self.param_groups) if lr is None else None
         if self._lazy_graph.graph is not None:
             self._start()
@@ -164,10 +150,10 @@ class BalancedMuon(Optimizer):
     def _start(self) -> Upkeep:
         """Balances the model."""
         owned = {
-            self._known.names[id(p)]: p for group in self.param_groups for p in group["params"]
-            if id(p) in self._known.names
+            self._tensors.names[id(p)]: p for group in self.param_groups for p in group["params"]
+            if id(p) in self._tensors.names
         }  # fmt: skip
-        self._upkeep = Upkeep(self.graph, self._model, owned, self.state, self.param_groups)
+        self._upkeep = Upkeep(self.graph, self._tensors, owned, self.state, self.param_groups)
         self._upkeep.start()
         return self._upkeep
 
@@ -203,7 +189,7 @@ class BalancedMuon(Optimizer):
             self._find_step(moved).run()
             upkeep.after_step(self._is_still())
         else:
-            self._known.check_all()  # gradients may be those of other parameters by now
+            self._tensors.check_identity()  # gradients may be those of other parameters by now
         if self._default_rate is not None:
             self._default_rate.after_step(self.param_groups)
         return loss
@@ -214,7 +200,7 @@ class BalancedMuon(Optimizer):
 
     def _find_step(self, moved: list[Tensor]) -> RelativeStep:
         if self._step is None or not self._step.table.fits(moved):
-            table = BlockTable(self.graph, self._known.names, moved, self.param_groups)
+            table = BlockTable(self.graph, self._tensors.names, moved, self.param_groups)
             self._step = RelativeStep(table, self.state)
         return self._step
 

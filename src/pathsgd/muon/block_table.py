@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.sharded import local_part, shards_of
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.muon.blocks import Block, find_blocks
+from pathsgd.muon.sharded import cut_blocks
 from pathsgd.muon.sizes import Sizes
-from pathsgd.optim.relative.blocks import Block, find_blocks
-from pathsgd.optim.relative.sharded import cut_blocks
+from pathsgd.sharding import local_part, shards_of
 
 
 class BlockTable:

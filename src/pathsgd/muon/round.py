@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd.geometry.class_edges import cut_edges
-from pathsgd.geometry.sharded import local_part, shards_of
-from pathsgd.graph.unit_classes import EdgeClasses
-from pathsgd.optim.relative.edges import EdgeTable
+from pathsgd._torch import is_capturing
+from pathsgd.balance.balance import find_exact
+from pathsgd.balance.class_edges import cut_edges
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.muon.edges import EdgeTable
+from pathsgd.sharding import local_part, shards_of
 
-MOST = 2.0
+EVERY = 10
+"""Steps between rounds."""
+MAX_FACTOR = 2.0
 """The most that one round rescales a unit by."""
 POWERS = {"momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 """With which power of a weight's factor its state is multiplied."""
@@ -36,20 +40,22 @@ class Round:
             [[d for d in range(p.dim()) if ids.shape[d] == 1] for ids in (edges[n].head, edges[n].tail)]
             for n, p in parameters.items()
         ]
-        self.exact = torch.zeros(len(held), dtype=torch.bool)
         degree = torch.ones(len(held))
+        for edge in edges.values():
+            degree[edge.tail.flatten()] = degree[edge.tail.flatten()].clamp(min=edge.degree)
         ends = [
             (ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))
         ]
-        for edge, p in zip(edges.values(), parameters.values(), strict=True):
-            degree[edge.tail.flatten()] = degree[edge.tail.flatten()].clamp(min=edge.degree)
-            if p.element_size() < 4:
-                self.exact[edge.head.flatten()] = self.exact[edge.tail.flatten()] = True
-        self.into, self.out = (_list_places(ends, len(held), side, held).to(device) for side in (0, 1))
+        classes = torch.cat([ids.flatten() for ids, _, _ in ends])
+        sides = torch.cat([torch.full((ids.numel(),), side) for ids, _, side in ends])
+        self.into, self.out = (
+            list_places(torch.where(sides == side, classes, FIXED), held).to(device) for side in (0, 1)
+        )
+        self.exact = find_exact(parameters, edges, len(held)).to(device)
         self.degrees = torch.cat(
             [torch.full((ids.numel(),), float(degree if side else 1)) for ids, degree, side in ends]
         ).to(device)
-        self.exact, self.degree, self.free = self.exact.to(device), degree.to(device), (~held).to(device)
+        self.degree, self.free = degree.to(device), (~held).to(device)
         self.sizes = [ids.numel() for ids, _, _ in ends]
         self._find_held_parts(cut, edges)
 
@@ -70,7 +76,10 @@ class Round:
         device = self.degrees.device
         self.groups = {group: torch.cat(places).to(device) for group, places in by_group.items()}
 
-    def run(self, state: MutableMapping[Tensor, Any]) -> None:
+    def run(self, state: MutableMapping[Tensor, Any], steps: int) -> None:
+        """Does a round after every ``EVERY`` steps; in a CUDA graph, which cannot count, after each."""
+        if steps % EVERY and not is_capturing():
+            return
         weights = [local_part(p).detach() for p in self.parameters.values()]
         sums = []
         for w, dims in zip(weights, self.dims, strict=True):
@@ -81,10 +90,7 @@ class Round:
         total = self._complete(sums) * self.degrees
         total = torch.cat([total, total.new_zeros(1)])
         arriving, leaving = total[self.into].sum(1), total[self.out].sum(1)
-        live = self.free & (arriving > 0) & (leaving > 0) & (arriving < torch.inf) & (leaving < torch.inf)
-        ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
-        log = (ratio.log2() / (4 * (1 + self.degree))).clamp(-math.log2(MOST), math.log2(MOST))
-        factor = torch.where(self.exact, log.round(), log).exp2()
+        factor = find_factors(arriving, leaving, self.free, self.degree, self.exact)
         looked_up = self.edges.look_up(factor, factor)
         for (name, p), w in zip(self.parameters.items(), weights, strict=True):
             head, tail = looked_up[name]
@@ -111,17 +117,31 @@ class Round:
         return total
 
 
-def _list_places(ends: list[tuple[Tensor, int, int]], count: int, side: int, held: Tensor) -> Tensor:
-    """By class, where it stands among the ends of all parameters on one side, filled up with one past the
-    last: sums over rows of one length add up in the same order every time."""
-    classes = torch.cat([ids.flatten() for ids, _, _ in ends])
-    sides = torch.cat([torch.full((ids.numel(),), own) for ids, _, own in ends])
-    places = ((sides == side) & ~held[classes]).nonzero().flatten()
+def find_factors(arriving: Tensor, leaving: Tensor, free: Tensor, degree: Tensor, exact: Tensor) -> Tensor:
+    """By class, what brings the sums of squares of its weights on both sides closer.
+
+    Args:
+        arriving: of weights into a class.
+        leaving: of weights out of it.
+        free: whether it may be rescaled.
+        degree: the largest power with which its factor enters a weight.
+        exact: whether it is to be a power of two.
+    """
+    live = free & (arriving > 0) & (leaving > 0) & torch.isfinite(arriving) & torch.isfinite(leaving)
+    ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
+    most = math.log2(MAX_FACTOR)
+    log = (ratio.log2() / (4 * (1 + degree))).clamp(-most, most)
+    return torch.where(exact, log.round(), log).exp2()
+
+
+def list_places(classes: Tensor, held: Tensor) -> Tensor:
+    """By class, its places in a list, filled up with one past the last: sums over rows of one length add up
+    in the same order every time."""
+    places = (~held[classes]).nonzero().flatten()
     order = classes[places].argsort(stable=True)
-    places, owners = places[order], classes[places][order]
-    first = torch.searchsorted(owners, torch.arange(count))
-    position = torch.arange(len(owners)) - first[owners]
-    width = int(position.max()) + 1 if len(owners) else 1
-    table = torch.full((count, width), len(classes))
+    places = places[order]
+    owners = classes[places]
+    position = torch.arange(len(owners)) - torch.searchsorted(owners, torch.arange(len(held)))[owners]
+    table = torch.full((len(held), int(position.max()) + 1 if len(owners) else 1), len(classes))
     table[owners, position] = places
     return table

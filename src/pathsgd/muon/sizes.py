@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.unit_classes import FIXED
-from pathsgd.optim.relative.blocks import Block
+from pathsgd.muon.blocks import Block
 
 SHARE = 0.1
 """A matrix has at least this share of its family's size, so that one of zeros moves. Units that the model

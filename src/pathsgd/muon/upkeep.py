@@ -14,25 +14,23 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pathsgd._torch import Version, is_capturing, versions
+from pathsgd._torch import Version, is_capturing
+from pathsgd.balance.balance import check_finite, find_balancing_factors, find_exact
+from pathsgd.balance.class_edges import ClassFactors
+from pathsgd.balance.equivalence import Changes, agree, join_changes, read_factors
 from pathsgd.errors import PathError
-from pathsgd.geometry.balance import check_finite, find_balancing_factors
-from pathsgd.geometry.class_edges import ClassFactors
-from pathsgd.geometry.devices import has_triton
-from pathsgd.geometry.sharded import local_part
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.sharded import is_sharded
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
-from pathsgd.muon.round import MOST, POWERS, Round
-from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd.muon.round import POWERS, Round
+from pathsgd.sharding import is_sharded, local_part
+from pathsgd.training.capture import has_triton
+from pathsgd.training.staleness import ModelTensors, find_versions
 
 if TYPE_CHECKING:
     from pathsgd.muon.gpu.upkeep import KernelGather, KernelUpkeep
 
-EVERY = 10
-"""Steps between rounds; in a CUDA graph that has no kernel for them every step has one."""
 STEPS = "upkeep_steps"
 """In the groups, so that it is saved with them."""
 REFERENCE = ("reference_index", "reference_value")
@@ -45,7 +43,7 @@ class Upkeep:
 
     Args:
         graph: of the model.
-        model: whose parameters are rescaled.
+        tensors: of the model.
         owned: the parameters that the optimizer has, by name. Units that lead into or out of any others, or
             of frozen ones, stay as they are.
         state: the optimizer's.
@@ -55,13 +53,14 @@ class Upkeep:
     def __init__(
         self,
         graph: PathGraph,
-        model: nn.Module,
+        tensors: ModelTensors,
         owned: Mapping[str, Tensor],
         state: MutableMapping[Tensor, Any],
         groups: Sequence[dict[str, Any]],
     ) -> None:
         self.graph, self.owned, self.state, self.groups = graph, owned, state, groups
-        self._model_tensors = ModelTensors(model)
+        self._tensors = tensors
+        self._tensors.remember_structure()
         self.units = unit_classes_of(graph)
         self._find_free_units()
         self.sharded = any(map(is_sharded, self.parameters.values()))
@@ -165,7 +164,8 @@ class Upkeep:
             steps = self.steps + 1
             for group in self.groups:
                 group[STEPS] = steps
-            self._do_round()
+            if self._round is not None:
+                self._round.run(self.state, steps)
         self._remember()
         if not is_still:
             for name, own in self._references.items():
@@ -178,28 +178,15 @@ class Upkeep:
 
             kernels = KernelUpkeep(self.parameters, edges, self.held)
             if kernels.is_supported:
-                kernels.steps.fill_(self.steps)
                 return kernels
         return Round(self.parameters, edges, self.held)
-
-    def _do_round(self) -> None:
-        due = self.steps % EVERY == 0
-        if isinstance(self._round, Round):
-            if due or is_capturing():
-                self._round.run(self.state)
-        elif self._round is not None:
-            self._round.steps += 1
-            if due or is_capturing():
-                self._round.run(self.state, EVERY if is_capturing() else 1, MOST)
 
     def _on_gpu(self) -> bool:
         return not self.sharded and has_triton() and all(p.is_cuda for p in self.parameters.values())
 
     def _check_structure(self) -> None:
         """A unit's weights may be others by now, as where they were tied: rescaling it would be wrong."""
-        if not self._model_tensors.walks and not self.sharded:
-            self._model_tensors.read(self.graph)
-        if not self.sharded and not self._model_tensors.is_same_structure():
+        if not self.sharded and not self._tensors.is_same_structure():
             raise PathError(
                 "the model has other parameters or modules than when the optimizer was made (weights tied, "
                 "pruned, merged or replaced since); make the optimizer again"
@@ -233,9 +220,7 @@ class Upkeep:
     # Rescalings by others
 
     def _find_versions(self) -> list[Version]:
-        found = list(self.parameters.values())
-        # A write to a DTensor is not counted by its local part, nor the other way round.
-        return versions([*found, *map(local_part, found)] if self.sharded else found)
+        return find_versions(self.parameters)
 
     def _choose_references(self) -> None:
         """Remembers the largest entry of every row and every column, in the sense of units."""
@@ -288,35 +273,25 @@ class Upkeep:
             return False
         if self._are_remembered({name: p.detach() for name, p in self.parameters.items()}):
             return True
-        heads, tails, degrees, before, after = [], [], [], [], []
-        for name, p in self.parameters.items():
-            index = self._references[name][REFERENCE[0]].cpu()
-            head, tail = (ids.expand(p.shape).reshape(-1)[index] for ids in self._ends(name))
-            heads.append(head)
-            tails.append(tail)
-            degrees.append(torch.full_like(head, self.units.parameters[name].degree))
-            before.append(self._references[name][REFERENCE[1]].cpu().double())
-            after.append(p.detach().reshape(-1).cpu()[index].double())
-        joined = [torch.cat(each) for each in (heads, tails, degrees, before, after)]
-        factors = _read_factors(self.held, *joined)
+        edges = [self._read_reference(name, p) for name, p in self.parameters.items()]
+        factors = read_factors(join_changes(edges), self.held)
         wide = {p.dtype for p in self.parameters.values() if p.element_size() >= 4}
         rounding = max((torch.finfo(dtype).eps for dtype in wide), default=0.0)
-        if factors is None or not _agree(factors, 64 * rounding, *joined):
+        if factors is None or not agree(factors, join_changes(edges), 64 * rounding):
             return False
-        if bool((torch.frexp(factors.mantissa).mantissa != 0.5)[self._find_exact()].any()):
+        exact = find_exact(self.parameters, self.units.parameters, self.units.count)
+        if bool((torch.frexp(factors.mantissa).mantissa != 0.5)[exact].any()):
             return False
         self._scale(factors.power(-1), state=False)
         return True
 
-    def _find_exact(self) -> Tensor:
-        """By class, whether it is rescaled by powers of two alone, since a parameter of 16 bits would be
-        rounded."""
-        exact = torch.zeros(self.units.count, dtype=torch.bool)
-        for name, p in self.parameters.items():
-            if p.element_size() < 4:
-                for ids in self._ends(name):
-                    exact[ids.flatten()] = True
-        return exact
+    def _read_reference(self, name: str, p: Tensor) -> Changes:
+        """What has become of the entries of a parameter that are remembered."""
+        index, value = (self._references[name][key] for key in REFERENCE)
+        head, tail = (ids.expand(p.shape).reshape(-1)[index.cpu()] for ids in self._ends(name))
+        degree = torch.full_like(head, self.units.parameters[name].degree)
+        now = p.detach().reshape(-1)[index]
+        return Changes(head, tail, degree, value.cpu().double(), now.cpu().double())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}
@@ -332,60 +307,3 @@ def _find_largest(size: Tensor, numbers: Tensor, ids: Tensor) -> Tensor:
         rows *= size.shape[d]
     by_row = size.permute(order).reshape(rows, -1)
     return numbers.permute(order).reshape(rows, -1).gather(1, by_row.argmax(1, keepdim=True))[:, 0]
-
-
-def _read_factors(
-    held: Tensor, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor, after: Tensor
-) -> ClassFactors | None:
-    """The factors of classes that take these entries from before to after, each read off the largest entry
-    that leads from or to a class which is known already; None if signs or zeros have changed, or if there is
-    nan or inf."""
-    if bool((before.sign() != after.sign()).any()) or not bool(torch.isfinite(before - after).all()):
-        return None
-    usable = before != 0
-    quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
-    mantissa, exponent = torch.frexp(quotient)
-    found = ClassFactors(
-        torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
-    )
-    known = held.clone()
-    while True:
-        for targets, sources in ((heads, tails), (tails, heads)):
-            reached = usable & known[sources] & ~known[targets]
-            if bool(reached.any()):
-                break
-        else:
-            left = (~known).nonzero().flatten()
-            if not len(left):
-                return found
-            known[left[0]] = True  # nothing ties it to a known one: its factor changes no weight
-            continue
-        size = torch.where(reached, before.abs(), -1)
-        best = size.new_full((len(held),), -1).scatter_reduce(0, targets, size, "amax")
-        chosen = (reached & (size == best[targets])).nonzero().flatten()
-        target, source, degree = targets[chosen], sources[chosen], degrees[chosen]
-        m, e = mantissa[chosen], exponent[chosen].long()
-        if targets is heads:
-            m, e = m * found.mantissa[source] ** degree, e + degree * found.exponent[source]
-        else:
-            m, e = found.mantissa[source] / m, found.exponent[source] - e
-            odd = e % degree  # the root of an even power of two is one
-            m, e = (
-                (m * torch.exp2(odd.double())) ** (1 / degree),
-                torch.div(e - odd, degree, rounding_mode="floor"),
-            )
-        m, shift = torch.frexp(m)
-        found.mantissa[target], found.exponent[target] = m, e + shift
-        known[target] = True
-
-
-def _agree(
-    factors: ClassFactors, tolerance: float, heads: Tensor, tails: Tensor, degrees: Tensor, before: Tensor,
-    after: Tensor,
-) -> bool:  # fmt: skip
-    """Whether these factors take all entries from before to after."""
-    log = factors.mantissa.log2() + factors.exponent
-    change = torch.where(before != 0, (after / torch.where(before != 0, before, 1)).log2(), 0)
-    expected = torch.where(before != 0, log[heads] - degrees * log[tails], 0)
-    scale = 1 + log.abs().max()
-    return bool(((change - expected).abs() <= tolerance * scale).all())

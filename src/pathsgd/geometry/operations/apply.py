@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.operations.contraction import contract
-from pathsgd.geometry.operations.convolution import conv, transpose_conv
-from pathsgd.geometry.operations.extended_views import apply_view, cat
+from pathsgd.geometry.operations.convolution import convolve, transpose_conv
 from pathsgd.geometry.operations.windows import window_index, window_powers
+from pathsgd.geometry.scaled import Arithmetic, Scaled, apply_view
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute, Reshape, Shape, Slice
 
@@ -24,11 +23,11 @@ from pathsgd.graph.nodes import AxisMap, Conv, Embed, Expand, Operation, Permute
 def apply(
     arithmetic: Arithmetic,
     operation: Operation,
-    inputs: list[ExtendedFloat],
+    inputs: list[Scaled],
     weight: Tensor | None,
     shape: Shape,
     device: torch.device,
-) -> ExtendedFloat:
+) -> Scaled:
     """The value of one node from the values of its inputs."""
     match operation:
         case nodes.Begin():
@@ -41,7 +40,7 @@ def apply(
             return contract(arithmetic, inputs[0], weight)
         case Conv():
             assert weight is not None
-            return conv(arithmetic, operation, inputs[0], weight)
+            return convolve(arithmetic, operation, inputs[0], weight)
         case nodes.Multiply():
             assert weight is not None
             return arithmetic.multiply(inputs[0], arithmetic.edges(weight, shape))
@@ -54,10 +53,7 @@ def apply(
         case nodes.Reduce():
             return arithmetic.reduce(inputs[0], operation.dims)
         case nodes.Cat():
-            return cat(inputs, operation.dim)
-        case Slice():
-            # Units that are left out may have set the exponent of those that stay.
-            return arithmetic.keep_in_range(apply_view(operation, inputs[0]))
+            return arithmetic.cat(inputs, operation.dim)
         case _:
             return apply_view(operation, inputs[0])
 
@@ -65,11 +61,11 @@ def apply(
 def adjoint(
     arithmetic: Arithmetic,
     operation: Operation,
-    gradient: ExtendedFloat,
+    gradient: Scaled,
     weight: Tensor | None,
     shapes: list[Shape],
-    squared: ExtendedFloat | None = None,
-) -> list[ExtendedFloat]:
+    squared: Scaled | None = None,
+) -> list[Scaled]:
     """The path weight that flows back to each input of a node, given their shapes (and the value
     that is squared, the one operation that is not linear)."""
     match operation:
@@ -81,7 +77,7 @@ def adjoint(
         case Conv():
             assert weight is not None
             out = tuple(gradient.mantissa.shape)
-            flow = conv(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)
+            flow = convolve(arithmetic, transpose_conv(operation, shapes[0], out), gradient, weight)
             for d, (n, m) in enumerate(zip(shapes[0], flow.mantissa.shape, strict=True)):
                 if n < m:  # a transposed convolution whose output padding is as long as a stride
                     flow = apply_view(Slice(d, 0, n), flow)
@@ -96,7 +92,7 @@ def adjoint(
             factor = 1 if math.isinf(arithmetic.p) else 2
             assert squared is not None
             pair = arithmetic.multiply(gradient, squared)
-            return [ExtendedFloat(pair.mantissa * factor, pair.exponent)]
+            return [Scaled(pair.mantissa * factor, pair.exponent)]
         case AxisMap():
             return [axis_map(arithmetic, replace(operation, adjoint=True), gradient)]
         case Expand():
@@ -107,7 +103,7 @@ def adjoint(
         case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                arithmetic.keep_in_range(apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient))
+                apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
@@ -122,23 +118,15 @@ def adjoint(
             raise AssertionError("an adjoint in a traced graph")
 
 
-def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: ExtendedFloat) -> ExtendedFloat:
-    x = arithmetic.align(x, [operation.dim])
+def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: Scaled) -> Scaled:
+    """Fixed edges along one axis: pooling, padding, gathering, resizing."""
     if operation.copies:
         index = window_index(operation.window, x.mantissa.device)
-        return arithmetic.keep_in_range(
-            ExtendedFloat(x.mantissa.index_select(operation.dim, index), x.exponent)
-        )
+        return Scaled(x.mantissa.index_select(operation.dim, index), x.exponent)
     edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
-    after = x.mantissa.dim() - 1 - operation.dim
+    moved = x.mantissa.movedim(operation.dim, -1)
     if math.isinf(arithmetic.p):
-        moved = x.mantissa.movedim(operation.dim, -1)
-        rows = [(moved * edge).amax(-1) for edge in edges]
-        mapped = torch.stack(rows, operation.dim)
-    elif after == 0:
-        mapped = x.mantissa @ edges.t()
-    elif after == 1:
-        mapped = edges @ x.mantissa
+        mapped = torch.stack([(moved * edge).amax(-1) for edge in edges], -1)
     else:
-        mapped = (x.mantissa.movedim(operation.dim, -1) @ edges.t()).movedim(-1, operation.dim)
-    return arithmetic.keep_in_range(ExtendedFloat(mapped, x.exponent))
+        mapped = moved @ edges.t()
+    return Scaled(mapped.movedim(-1, operation.dim), x.exponent)

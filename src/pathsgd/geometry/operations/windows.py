@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from pathsgd.geometry.extended_float import Arithmetic
+from pathsgd.geometry.scaled import Arithmetic
 from pathsgd.graph.nodes import Window
 
 
@@ -16,7 +16,7 @@ def window_powers(window: Window, adjoint: bool, arithmetic: Arithmetic, device:
     """``|A[o, i]|^p``, with A the weight of the edge from entry i to entry o; its transpose for the adjoint.
     Kept, so that a step copies nothing, and for good: a captured CUDA graph may read it."""
     with torch.inference_mode(False):  # else nothing outside of it could keep it for a backward pass
-        powers = arithmetic.power(_matrix(window).to(device, arithmetic.dtype))
+        powers = arithmetic.power(_matrix(window).to(device))
         return powers.t() if adjoint else powers
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
-from pathsgd.geometry.cuda_graph import ERROR_MODE, CUDAGraph, free_after_capture
-from pathsgd.geometry.devices import on_device
+from pathsgd.muon.blocks import Block
 from pathsgd.muon.gpu.kernels import (
     CHUNK,
     FIELDS,
@@ -24,8 +23,8 @@ from pathsgd.muon.gpu.kernels import (
     normalize_kernel,
     sum_kernel,
 )
-from pathsgd.optim.relative.blocks import Block
-from pathsgd.optim.relative.muon import choose_dtype, iterate, make_diagonal
+from pathsgd.muon.orthogonalize import choose_dtype, iterate, make_diagonal
+from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, on_device
 
 if TYPE_CHECKING:
     from pathsgd.muon.balanced_muon import RelativeStep
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 WARPS = 8
 AT_ONCE = 1024
 """Chunks whose sums are added together."""
-WARM_UP = 3
-"""Steps before one is captured."""
-MOST_CAPTURED = 1 << 25
+MAX_CAPTURED = 1 << 25
 """Entries of matrices up to which the launches of a step are captured: for larger ones they take no longer
 than the GPU does, and a graph would keep the memory of their products."""
 CAPTURED = ("momentum", "nesterov", "betas", "eps", "weight_decay", "growth")
@@ -73,7 +70,7 @@ class KernelStep:
     def __init__(self, step: RelativeStep) -> None:
         self.step, table = step, step.table
         self.is_supported = all(
-            p.dtype == torch.float32 and _is_dense(p) and p.numel() < 1 << 31 for p in table.moved
+            p.dtype == torch.float32 and is_dense(p) and p.numel() < 1 << 31 for p in table.moved
         ) and not any(table.shards)
         if not self.is_supported:
             return
@@ -102,16 +99,12 @@ class KernelStep:
         diagonals = {min(batch.shape[1:]): make_diagonal(batch) for batch in self.batches}
         self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches]
         self.sums = torch.zeros(len(sizes), SUMS.value, dtype=torch.float64, device=table.device)
-        self.fields = torch.tensor(fields)
-        assert self.fields.shape[1] == FIELDS.value
-        self.pointers = self.fields.to(table.device)
-        self.steps, self.is_small = 0, start <= MOST_CAPTURED
+        assert len(fields[0]) == FIELDS.value
+        self.table = AddressTable(torch.tensor(fields), table.device)
+        self.steps, self.is_small = 0, start <= MAX_CAPTURED
         self.graph: CUDAGraph | None = None
         self.options: list[dict[str, Any]] = []
         self.rates: list[Tensor] = []
-        self._addresses: list[int] | None = None
-        self._captured: list[Tensor] = []
-        free_after_capture(self, self._captured)
 
     def run(self) -> bool:
         """Takes the step, unless the kernels cannot."""
@@ -140,14 +133,14 @@ class KernelStep:
         if self.others is not None:
             first, second = group["betas"]
             rule = 1 - first, second, 1 - second, group["eps"]
-            self.others.launch(adam_kernel, self.pointers, self.others.partial, *rule)
+            self.others.launch(adam_kernel, self.table.on_device, self.others.partial, *rule)
             self.others.add_up(self.sums, 0, 5)
         length, factor = self.step.decide(self.sums.T, torch.finfo(torch.float32).eps)
         ends = length.float(), factor.float()
         if self.matrices is not None:
-            self.matrices.launch(move_kernel, self.pointers, self.directions, *ends)
+            self.matrices.launch(move_kernel, self.table.on_device, self.directions, *ends)
         if self.others is not None:
-            self.others.launch(move_adam_kernel, self.pointers, *ends, group["eps"])
+            self.others.launch(move_adam_kernel, self.table.on_device, *ends, group["eps"])
 
     def _replay(self) -> None:
         """The same as a CUDA graph, which reads addresses from the table and rates from the device."""
@@ -156,12 +149,11 @@ class KernelStep:
         rates = [group["lr"] for group in groups]
         if self.graph is None or options != self.options:
             self.rates = [torch.zeros((), device=device) for _ in groups]
-            self.graph, self.options = CUDAGraph(), options
+            self.options = options
             for group, rate in zip(groups, self.rates, strict=True):
                 group["lr"] = rate
             try:
-                with torch.cuda.graph(self.graph, capture_error_mode=ERROR_MODE):
-                    self._launch()
+                self.graph, _ = capture(self._launch, device)
             finally:
                 for group, rate in zip(groups, rates, strict=True):
                     group["lr"] = rate
@@ -171,37 +163,27 @@ class KernelStep:
 
     def _orthogonalize(self, chunks: _Chunks, group: dict[str, Any]) -> None:
         rule = group["momentum"], group["nesterov"]
-        chunks.launch(momentum_kernel, self.pointers, chunks.partial, self.moments, *rule)
+        chunks.launch(momentum_kernel, self.table.on_device, chunks.partial, self.moments, *rule)
         chunks.add_up(self.sums, 0, 5)
-        chunks.launch(normalize_kernel, self.pointers, self.sums, self.moments, self.directions)
+        chunks.launch(normalize_kernel, self.table.on_device, self.sums, self.moments, self.directions)
         for batch, diagonal in zip(self.batches, self.diagonals, strict=True):
             iterate(batch, diagonal, out=batch)
-        chunks.launch(measure_kernel, self.pointers, chunks.partial, self.directions)
+        chunks.launch(measure_kernel, self.table.on_device, chunks.partial, self.directions)
         chunks.add_up(self.sums, 3, 2)
 
     def _point(self) -> None:
         """Tells the kernels where everything lies now."""
-        table, found = self.step.table, []
+        table, addresses = self.step.table, []
         matrices = set(table.matrices)
         for k, p in enumerate(table.moved):
             state = self.step.state[p]
             keys = ("momentum_buffer",) * 2 if k in matrices else ("exp_avg", "exp_avg_sq")
-            found += [p.data_ptr(), p.grad.data_ptr(), *(state[key].data_ptr() for key in keys)]  # type: ignore[union-attr]
-        if found == self._addresses and not is_capturing():
-            return
-        by_block = torch.tensor(found).view(-1, 4)[torch.tensor(table.owners)]
-        fields = torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=table.device.type == "cuda")
-        fields.copy_(self.fields)
-        fields[:, :4] = by_block + torch.tensor(self.offsets)[:, None]
-        self.pointers.copy_(fields, non_blocking=True)
-        if is_capturing():
-            self._captured.append(fields)  # a replay copies it again
-            self._addresses = None
-        else:
-            self._addresses = found
+            addresses += [p.data_ptr(), p.grad.data_ptr(), *(state[key].data_ptr() for key in keys)]  # type: ignore[union-attr]
+        owners, offsets = torch.tensor(table.owners), torch.tensor(self.offsets)[:, None]
+        self.table.point(addresses, 4, lambda by_parameter: by_parameter[owners] + offsets)
 
 
-def _is_dense(p: Tensor) -> bool:
+def is_dense(p: Tensor) -> bool:
     """Whether its entries fill its memory, the rows one after the other."""
     sizes = sorted((stride, n) for stride, n in zip(p.stride(), p.shape, strict=True) if n > 1)
     expected = 1

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
-from pathsgd.geometry.cuda_graph import free_after_capture
-from pathsgd.geometry.devices import on_device
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.muon.gpu.kernels import (
     CHUNK,
@@ -25,7 +23,9 @@ from pathsgd.muon.gpu.kernels import (
     rescale_kernel,
     row_kernel,
 )
-from pathsgd.muon.gpu.step import _is_dense
+from pathsgd.muon.gpu.step import is_dense
+from pathsgd.muon.round import EVERY, find_factors, list_places
+from pathsgd.training.capture import AddressTable, on_device
 
 AT_ONCE = 1024
 
@@ -43,7 +43,7 @@ class KernelUpkeep:
         self.parameters = list(parameters.values())
         self.device = self.parameters[0].device
         self.is_supported = all(
-            p.dtype == torch.float32 and _is_dense(p) and p.numel() < 1 << 31 for p in self.parameters
+            p.dtype == torch.float32 and is_dense(p) and p.numel() < 1 << 31 for p in self.parameters
         )
         heads, tails, degrees, fields = [], [], [], []
         row_tiles: list[Tensor] = []
@@ -78,55 +78,45 @@ class KernelUpkeep:
             put(torch.cat([empty, *tiles]), torch.int32) for tiles in (row_tiles, column_tiles, chunks)
         )
         head, tail, degree = torch.cat(heads), torch.cat(tails), torch.cat(degrees)
-        self.into, self.out = (put(_list_places(ids, held)) for ids in (head, tail))
+        self.into, self.out = (put(list_places(ids, held)) for ids in (head, tail))
         most = torch.ones(len(held)).scatter_reduce(0, tail, degree.float(), "amax")
         self.heads, self.tails, self.degrees = put(head), put(tail), put(degree, torch.float32)
         self.degree, self.free = put(most, torch.float32), put(~held, torch.bool)
         self.sums = torch.zeros(start + 1, device=self.device)
         """And a zero after the last, where a class has no more places."""
+        self.exact = torch.zeros_like(self.free)  # kernels take fp32 alone
         self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.fields = torch.tensor(fields)
-        assert self.fields.shape[1] == UNIT_FIELDS.value
-        self.table = self.fields.to(self.device)
-        self._addresses: list[int] | None = None
-        self._captured: list[Tensor] = []
-        free_after_capture(self, self._captured)
+        assert len(fields[0]) == UNIT_FIELDS.value
+        self.table = AddressTable(torch.tensor(fields), self.device)
 
-    def run(self, state: MutableMapping[Tensor, Any], every: int, most: float) -> None:
-        """Does a round if ``steps``, on the device, is a multiple of ``every``."""
+    def run(self, state: MutableMapping[Tensor, Any], steps: int) -> None:
+        """Does a round after every ``EVERY`` steps; in a CUDA graph steps are counted on the device."""
+        self.steps.fill_(steps) if not is_capturing() else self.steps.add_(1)
+        if steps % EVERY and not is_capturing():
+            return
         self._point(state)
-        due = self.steps, every
+        due = self.steps, EVERY
         with on_device(self.device):
             for kernel, tiles in ((row_kernel, self.row_tiles), (column_kernel, self.column_tiles)):
                 if len(tiles):
-                    kernel[len(tiles),](self.table, tiles, *due, self.sums)
+                    kernel[len(tiles),](self.table.on_device, tiles, *due, self.sums)
             leaving_sums = self.sums.clone()
             leaving_sums[:-1] *= self.degrees
             arriving, leaving = self.sums[self.into].sum(1), leaving_sums[self.out].sum(1)
-            live = self.free & (arriving > 0) & (leaving > 0) & torch.isfinite(arriving + leaving)
-            ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
-            factor = ratio.pow(1 / (4 * (1 + self.degree))).clamp(1 / most, most)
+            factor = find_factors(arriving, leaving, self.free, self.degree, self.exact)
             factors = factor[self.heads] / factor[self.tails].pow(self.degrees)
-            rescale_kernel[len(self.chunks),](self.table, self.chunks, *due, factors)
+            rescale_kernel[len(self.chunks),](self.table.on_device, self.chunks, *due, factors)
         torch.autograd.graph.increment_version(self.parameters)
 
     def _point(self, state: MutableMapping[Tensor, Any]) -> None:
         """Tells the kernels where everything lies now."""
-        found = []
+        addresses = []
         for p in self.parameters:
             own = state.get(p, {})
             first = own.get("momentum_buffer", own.get("exp_avg"))
             second = own.get("exp_avg_sq")
-            found += [p.data_ptr(), *(0 if x is None else x.data_ptr() for x in (first, second))]
-        if found == self._addresses and not is_capturing():
-            return
-        fields = torch.empty(self.fields.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        fields.copy_(self.fields)
-        fields[:, :3] = torch.tensor(found).view(-1, 3)
-        self.table.copy_(fields, non_blocking=True)
-        if is_capturing():
-            self._captured.append(fields)  # a replay copies it again
-        self._addresses = None if is_capturing() else found
+            addresses += [p.data_ptr(), *(0 if x is None else x.data_ptr() for x in (first, second))]
+        self.table.point(addresses, 3, lambda by_parameter: by_parameter)
 
 
 class KernelGather:
@@ -185,16 +175,3 @@ def _split(ids: Tensor, p: Tensor, rows: int, columns: int) -> tuple[Tensor, Ten
     inner = ids[0].expand(p.shape[1:])
     order = sorted(range(inner.dim()), key=lambda d: -p.stride(d + 1))
     return fixed[:rows], inner.permute(order).reshape(-1)
-
-
-def _list_places(classes: Tensor, held: Tensor) -> Tensor:
-    """By class, its places in a list, filled up with one past the last: sums over rows of one length add up
-    in the same order every time."""
-    places = (~held[classes]).nonzero().flatten()
-    order = classes[places].argsort(stable=True)
-    places = places[order]
-    owners = classes[places]
-    position = torch.arange(len(owners)) - torch.searchsorted(owners, torch.arange(len(held)))[owners]
-    table = torch.full((len(held), int(position.max()) + 1 if len(owners) else 1), len(classes))
-    table[owners, position] = places
-    return table

@@ -1,0 +1,212 @@
+"""balance: the equivalent of least mu_{p,q} among all rescalings of a network, in place.
+
+    mu_{p,q}(w) = (sum over units (sum over incoming |w|^p)^(q/p))^(1/q)
+
+For finite p and q the minimum is unique (:mod:`pathsgd.geometry.least_mu`). Two networks that are rescalings
+of each other are one network after it, so every optimizer trains them alike. For q = inf it is Lemma 1 of the
+paper (:mod:`pathsgd.balance.lemma1`), whose minimum is not unique.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pathsgd.balance.class_edges import ClassFactors, at_rows, in_double, raise_to
+from pathsgd.balance.group_norm import group_norm
+from pathsgd.balance.least_mu import find_least_mu
+from pathsgd.balance.lemma1 import solve_balance
+from pathsgd.balance.rescale import apply_factors
+from pathsgd.errors import PathError, check_p
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, trace
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
+from pathsgd.graph.unit_groups import find_unit_groups
+from pathsgd.sharding import local_part, reduce_over_ranks, shards_of
+
+
+@torch.no_grad()
+def balance(
+    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, q: float = 2
+) -> float:
+    """Rescales ``model`` in place to its equivalent of least ``mu_{p,q}``. The function does not change.
+
+    Call it once before training, and no optimizer feels how the start was scaled: rescaled copies of a
+    network are the same network afterwards, those rescaled by powers of two to the last bit. With p = q = 2
+    that is the equivalent of least sum of squares, in which what leads into a unit has the same norm as what
+    leads out of it, as about in usual initialisations.
+
+    ``mu`` counts every stored parameter once, and no running statistics: of a batch norm its weight and its
+    bias. (:func:`pathsgd.group_norm` has them as they act, weight / sigma.) Frozen parameters are rescaled,
+    too. Parameters of 16 bits are rescaled by powers of two alone, so that none is rounded. A unit before or
+    behind zeros has no minimum; its other side is brought to the norm of its layer, or to 1. A unit keeps at
+    least 2^-20 of the norm of its layer.
+
+    For ``q = math.inf`` it is Lemma 1 of the paper. Many equivalents have the least ``mu_{p,inf}``; of these
+    it takes the one in which the weights into all units before the last have the norm mu, as far as they can,
+    dead units stay as they are, and units that feed a square keep their factor of 1.
+
+    Args:
+        model: the module to rescale. If it is sharded over ranks, call this on all of them.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
+        p: the order of the norm over the weights into a unit, from 1 to ``math.inf``.
+        q: the order of the norm over units, from 1 to ``math.inf``; p is finite if q is.
+
+    Returns:
+        ``mu_{p,q}`` of the balanced model; for ``q = math.inf`` its :func:`pathsgd.group_norm`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        PathError: p or q is invalid, a parameter is not finite, or the graph is of another model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(0.5)
+        >>> _ = balance(model)
+        >>> model[0].weight.item(), model[2].weight.item()
+        (2.0, 2.0)
+    """
+    check_orders(p, q)
+    graph = trace(model, example_input)
+    tensors = graph.tensors(model, sharded=not math.isinf(q))
+    check_finite(graph.parameters, tensors)
+    units = unit_classes_of(graph)
+    if math.isinf(q):
+        _, log_factors = solve_balance(graph, tensors, units, float(p))
+        if float(log_factors.abs().max()) > _rounding(tensors.values()):
+            apply_factors(tensors, units, log_factors.exp())
+        return group_norm(model, graph, p).item()
+    rows = None if p == q else find_rows(graph)
+    factors = find_balancing_factors(tensors, units, p, q, rows=rows)
+    for name, edge in units.parameters.items():
+        factors.scale_(tensors[name], edge)
+    return measure_mu({name: tensors[name] for name in units.parameters}, p, q, rows)
+
+
+def check_orders(p: float, q: float) -> None:
+    check_p(p)
+    if not q >= 1:
+        raise PathError(f"Invalid q: {q} (group norms need 1 <= q <= inf)")
+    if math.isinf(p) and not math.isinf(q):
+        raise PathError("p = inf needs q = inf: for finite q there is no single minimum")
+
+
+def check_finite(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+    """Refuses nan and inf, by the name of their parameter: on all ranks, if one of them holds it."""
+    chosen = {name: tensors[name] for name in names}
+    bad = [float(not _is_finite(local_part(t).detach())) for t in chosen.values()]
+    shards = [shards_of(t) for t in chosen.values()]
+    on_gpu = any(dist.get_backend(shard.group) == "nccl" for own in shards for shard in own)
+    found = reduce_over_ranks(torch.tensor(bad, device="cuda" if on_gpu else "cpu"), shards, largest=True)
+    for name, is_bad in zip(chosen, found.tolist(), strict=True):
+        if is_bad:
+            raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
+
+
+def find_exact(tensors: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], count: int) -> Tensor:
+    """By class, whether it is rescaled by powers of two alone, since a parameter of 16 bits would be
+    rounded."""
+    exact = torch.zeros(count, dtype=torch.bool)
+    for name, edge in edges.items():
+        if name in tensors and tensors[name].element_size() < 4:
+            exact[edge.head.flatten()] = exact[edge.tail.flatten()] = True
+    return exact
+
+
+def find_balancing_factors(
+    tensors: Mapping[str, Tensor],
+    units: UnitClasses,
+    p: float = 2,
+    q: float = 2,
+    rows: Mapping[str, Tensor] | None = None,
+    held: Tensor | None = None,
+    edges: Mapping[str, EdgeClasses] | None = None,
+) -> ClassFactors:
+    """The factors that lead to least mu_{p,q}: powers of two where a parameter has 16 bits, and where the
+    network is balanced up to these already.
+
+    Args:
+        tensors: the parameters.
+        units: their classes.
+        p: as in :func:`balance`.
+        q: as in :func:`balance`.
+        rows: of :func:`find_rows`, if p and q differ.
+        held: by class, whether it is to stay as it is.
+        edges: of the parameters that count; all by default.
+    """
+    edges = units.parameters if edges is None else edges
+    fixed = torch.zeros(units.count, dtype=torch.bool) if held is None else held.clone()
+    fixed[FIXED] = True
+    found = find_least_mu(tensors, edges, fixed, float(p), float(q), rows)
+    exact = find_exact(tensors, edges, units.count)
+    mantissa = torch.where(exact, 1.0, found.mantissa)
+    if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
+        mantissa = torch.ones_like(mantissa)
+    return ClassFactors(mantissa, found.exponent)
+
+
+def _rounding(tensors: Iterable[Tensor]) -> float:
+    """What the rounding of the weights makes of log s in a network that is balanced already."""
+    floats = {t.dtype for t in tensors if t.is_floating_point()}
+    return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats if dtype.itemsize > 2), 0.0)
+
+
+def find_rows(graph: PathGraph) -> dict[str, Tensor]:
+    """By parameter, the number of the unit that each of its entries leads into; one for several units that
+    share a weight."""
+    found: dict[str, Tensor] = {}
+    start = 1
+    for group in find_unit_groups(graph):
+        count = math.prod(group.parts[0].units)
+        for part in group.parts:
+            parameter = part.operation.weight.parameter
+            assert parameter is not None
+            if parameter.name in found:
+                continue
+            shape = graph.parameters[parameter.name].shape
+            entries, spread = part.entries(shape), part.row_of_unit()
+            units = torch.arange(count)
+            if spread is not None:  # the first of the units that share a row
+                units = torch.full((len(entries),), count).scatter_reduce(0, spread, units, "amin")
+            rows = torch.zeros(math.prod(shape), dtype=torch.int64)
+            rows[entries.flatten()] = start + units[:, None].expand(entries.shape).flatten()
+            found[parameter.name] = rows.reshape(shape)
+        start += count
+    for name, edge in unit_classes_of(graph).parameters.items():
+        if name not in found:  # a unit of its own, where it is used as no incoming weight
+            found[name] = start + torch.arange(edge.head.numel()).reshape(edge.head.shape)
+            start += edge.head.numel()
+    return found
+
+
+def measure_mu(tensors: Mapping[str, Tensor], p: float, q: float, rows: Mapping[str, Tensor] | None) -> float:
+    """``mu_{p,q}`` of stored parameters; ``rows`` is needed if p and q differ. A collective call if they are
+    sharded."""
+    # Sharded ones are gathered one at a time: all of them may not fit.
+    ends = (x for tensor in tensors.values() if tensor.numel() for x in _whole(tensor).aminmax())
+    largest = max((abs(float(x)) for x in ends), default=0.0)
+    scale = math.ldexp(1, min(-math.frexp(largest)[1], 1000))  # powers may be out of range
+    units = rows if rows is not None and p != q else {}
+    sums = torch.zeros(1 + max((int(own.max()) for own in units.values()), default=0), dtype=torch.float64)
+    for name, tensor in tensors.items():
+        for place, x in in_double(_whole(tensor)):
+            powers = raise_to(x.mul_(scale), p)
+            if units:
+                index = at_rows(torch.atleast_1d(units[name]), place).expand(x.shape)
+                sums.index_add_(0, index.flatten(), powers.flatten().cpu())
+            else:
+                sums += powers.sum().cpu()
+    return float(sums.pow(q / p).sum() ** (1 / q)) / scale
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return torch.atleast_1d(whole.detach())

@@ -1,0 +1,339 @@
+"""The weights of a network between its classes of units, which is all that mu_{p,q} and a rescaling see.
+
+Entries of a parameter that join the same two classes (the taps of a kernel, all rows that lead into units
+that are not rescaled) are combined into one number. What is left is one matrix for each layer between two
+sets of units that can be rescaled, and a short list of all other edges.
+
+A rank that holds a part of a parameter (DTensor) holds that part of its matrix; the list is the same on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.graph.unit_ties import compress
+from pathsgd.sharding import Shard, local_part, shards_of
+
+CHUNK = (1 << 15) - 1
+"""Entries that are taken to fp64 at a time: they stay in the cache, and for more torch would start threads,
+which wait for each other longer than they work."""
+SMALL = 1 << 10
+"""Up to so many edges of a layer are listed, where a matrix costs more than it saves."""
+ZERO = -(1 << 30)
+"""The binary exponent of 0."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The edges from every unit of one layer to every unit of another."""
+
+    values: Tensor
+    """By head and tail; of a sharded parameter the part that this rank holds."""
+    heads: Tensor
+    tails: Tensor
+    degree: int
+    units: Tensor
+    """By head, the unit whose incoming weights it is, numbered over the whole network."""
+    held: tuple[Tensor, Tensor] | None = None
+    """Which heads and which tails ``values`` has, if not all."""
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """The ranks that hold the other parts."""
+    log_scale: float = 0.0
+    """``values`` are in units of its exponential."""
+
+    def sum_rows(self, at_tails: Tensor) -> Tensor:
+        """log of the sums of ``value exp(at_tail)`` over tails, by head."""
+        top = float(at_tails.max())
+        if top == -math.inf:
+            return self.values.new_full((len(self.heads),), top)
+        sums = self.values @ self.at_tails((at_tails - top).exp())
+        return self.complete(sums, 0).log() + (top + self.log_scale)
+
+    def sum_columns(self, at_heads: Tensor) -> Tensor:
+        """log of the sums of ``value exp(at_head)`` over heads, by tail."""
+        top = float(at_heads.max())
+        if top == -math.inf:
+            return self.values.new_full((len(self.tails),), top)
+        sums = self.at_heads((at_heads - top).exp()) @ self.values
+        return self.complete(sums, 1).log() + (top + self.log_scale)
+
+    def find_largest(self, at_tails: Tensor) -> Tensor:
+        """The largest ``value + at_tail`` over tails, by head; of integers."""
+        empty = self.values.new_full((len(self.values),), ZERO)
+        local = (self.values + self.at_tails(at_tails)).amax(1) if self.values.numel() else empty
+        return self.complete(local, 0, largest=True)
+
+    def find_largest_by_tail(self, at_heads: Tensor) -> Tensor:
+        """The largest ``value + at_head`` over heads, by tail; of integers."""
+        empty = self.values.new_full((self.values.shape[1],), ZERO)
+        local = (self.values + self.at_heads(at_heads)[:, None]).amax(0) if self.values.numel() else empty
+        return self.complete(local, 1, largest=True)
+
+    def at_tails(self, by_tail: Tensor) -> Tensor:
+        """Of values by tail, those of the columns that this rank holds."""
+        return by_tail if self.held is None else by_tail[self.held[1]]
+
+    def at_heads(self, by_head: Tensor) -> Tensor:
+        return by_head if self.held is None else by_head[self.held[0]]
+
+    def complete(self, local: Tensor, axis: int, largest: bool = False) -> Tensor:
+        """Sums (or maxima) over all ranks, from those of this rank's rows (axis 0) or columns (axis 1)."""
+        if self.held is None:
+            return local
+        size = len(self.heads) if axis == 0 else len(self.tails)
+        whole = local.new_full((size,), ZERO if largest else 0)
+        whole[self.held[axis]] = local
+        return _over_ranks(whole, self.groups, largest)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """All edges between classes that a rescaling changes, with a number for each."""
+
+    matrices: list[Matrix]
+    values: Tensor
+    """Of the edges that are in no matrix, as are those below."""
+    heads: Tensor
+    tails: Tensor
+    degrees: Tensor
+    units: Tensor
+
+    @property
+    def is_loop(self) -> Tensor:
+        """Whether all equivalents have the same weight there: from a class to itself."""
+        return (self.heads == self.tails) & ((self.degrees == 1) | (self.heads == FIXED))
+
+
+class EdgeLayout:
+    """Where the entries of one parameter lie among classes.
+
+    Args:
+        name: of the parameter.
+        edge: its classes, in its own shape.
+        fixed: by class, whether it cannot be rescaled or is not to be.
+        units: of its entries, the unit whose incoming weights they are, in a shape that broadcasts to the
+            parameter's; None if the weights into all units that cannot be rescaled may be added up.
+        tensor: the parameter.
+    """
+
+    def __init__(
+        self, name: str, edge: EdgeClasses, fixed: Tensor, units: Tensor | None, tensor: Tensor
+    ) -> None:
+        self.name, self.degree, self.shards = name, edge.degree, shards_of(tensor)
+        self._groups = tuple(shard.group for shard in self.shards)
+        ends = (torch.where(fixed[ids], FIXED, ids) for ids in (edge.head, edge.tail))
+        self.head, self.tail = (compress(torch.atleast_1d(ids)) for ids in ends)
+        self._merges = units is None
+        self._unit = self.head if units is None else compress(torch.atleast_1d(units))
+        self.is_changed = bool((self.head != FIXED).any()) or bool((self.tail != FIXED).any())
+        self._shape = torch.broadcast_shapes(self.head.shape, self.tail.shape, self._unit.shape)
+        self._by_tail = [d for d, n in enumerate(self.tail.shape) if n > 1]
+        self._by_head = [d for d, n in enumerate(self._shape) if n > 1 and d not in self._by_tail]
+        overlap = any(ids.shape[d] > 1 for ids in (self.head, self._unit) for d in self._by_tail)
+        is_large = math.prod(self._shape) > SMALL and bool(self._by_head and self._by_tail)
+        self._is_matrix = is_large and not overlap
+
+    def reduce(self, tensor: Tensor, of_entries: Callable[[Tensor, slice], object], largest: bool) -> Edges:
+        """One number for each edge.
+
+        Args:
+            tensor: the parameter.
+            of_entries: turns entries in fp64 into numbers of 0 and more, in place, given also which rows of
+                this rank's part they are.
+            largest: whether numbers of one edge are combined by their maximum, not their sum.
+        """
+        local = torch.atleast_1d(local_part(tensor).detach())
+        shape = [n if own > 1 else 1 for n, own in zip(local.shape, self._shape, strict=True)]
+        others = [d for d, n in enumerate(self._shape) if n == 1]
+        found = local.new_zeros(shape, dtype=torch.float64)
+        for rows, x in in_double(local):
+            of_entries(x, rows)
+            x, own = _combine(x, others, largest), at_rows(found, rows)
+            torch.maximum(own, x, out=own) if largest else own.add_(x)
+        found = found.cpu()
+        return self._as_matrix(found, largest) if self._is_matrix else self._as_list(found, largest)
+
+    def _as_list(self, found: Tensor, largest: bool) -> Edges:
+        if self.shards:
+            whole = torch.zeros(self._shape, dtype=torch.float64)
+            cut_ids(whole, self.shards).copy_(found)
+            found = _over_ranks(whole, self._groups, largest)
+        ends = (ids.expand(self._shape).flatten() for ids in (self.head, self.tail, self._unit))
+        return self._list_edges(found.flatten(), *ends)
+
+    def _as_matrix(self, found: Tensor, largest: bool) -> Edges:
+        heads, tails = self._along(self._by_head, self.head), self._along(self._by_tail, self.tail)
+        units = self._along(self._by_head, self._unit)
+        rows, columns = self._find_held(self._by_head), self._find_held(self._by_tail)
+        order = sorted(range(found.dim()), key=lambda d: (d not in self._by_head, d not in self._by_tail))
+        table = found.permute(order).reshape(len(rows), len(columns))
+        # Weights into units that are not rescaled stay apart only where a power is taken of their sums.
+        free = (heads != FIXED) | (not self._merges), tails != FIXED
+        own = free[0][rows], free[1][columns]
+        upper, lower = _take(table, own[0], 0), _take(table, ~own[0], 0)
+        values = _take(upper, own[1], 1)
+        places = tuple((f.cumsum(0) - 1)[n[o]] for f, n, o in zip(free, (rows, columns), own, strict=True))
+        held = (places[0], places[1]) if self.shards else None
+        heads, tails, units = heads[free[0]], tails[free[1]], units[free[0]]
+        matrix = Matrix(values, heads, tails, self.degree, units, held, self._groups)
+        parts = []
+        if not bool(free[1].all()):
+            found = matrix.complete(_combine(_take(upper, ~own[1], 1), [1], largest).flatten(), 0, largest)
+            parts.append(self._list_edges(found, heads, torch.full_like(heads, FIXED), units))
+        if not bool(free[0].all()):
+            found = matrix.complete(_combine(_take(lower, own[1], 1), [0], largest).flatten(), 1, largest)
+            fixed = torch.full_like(tails, FIXED)
+            parts.append(self._list_edges(found, fixed, tails, fixed))
+        if self.degree == 1 and bool(torch.isin(heads, tails).any()):
+            is_loop = matrix.at_heads(heads)[:, None] == matrix.at_tails(tails)
+            loops = matrix.complete(_combine(values * is_loop, [1], largest).flatten(), 0, largest)
+            parts.append(self._list_edges(loops, heads, heads, units))
+            values.masked_fill_(is_loop, 0)
+        return replace(join_edges(parts), matrices=[matrix])
+
+    def _list_edges(self, values: Tensor, heads: Tensor, tails: Tensor, units: Tensor) -> Edges:
+        degrees = torch.full_like(heads, self.degree)
+        found = Edges([], values, heads, tails, degrees, units)
+        if not self._merges:
+            return found
+        return Edges([], *(x[~found.is_loop] for x in (values, heads, tails, degrees, units)))
+
+    def _along(self, dims: list[int], ids: Tensor) -> Tensor:
+        return ids.expand([n if d in dims else 1 for d, n in enumerate(self._shape)]).flatten()
+
+    def _find_held(self, dims: list[int]) -> Tensor:
+        """The numbers, along these dimensions, of the entries that this rank holds."""
+        shape = [n if d in dims else 1 for d, n in enumerate(self._shape)]
+        return cut_ids(torch.arange(math.prod(shape)).reshape(shape), self.shards).flatten()
+
+
+def join_edges(parts: list[Edges]) -> Edges:
+    empty = torch.empty(0, dtype=torch.int64)
+    names = ("values", "heads", "tails", "degrees", "units")
+    joined = (torch.cat([getattr(part, name) for part in parts] or [empty]) for name in names)
+    return Edges([matrix for part in parts for matrix in part.matrices], *joined)
+
+
+def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
+    """The binary exponent of the largest weight of every edge."""
+
+    def exponent(x: Tensor) -> Tensor:
+        return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
+
+    found = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
+    matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in found.matrices]
+    return replace(found, matrices=matrices, values=exponent(found.values))
+
+
+def sum_powers(layout: EdgeLayout, tensor: Tensor, p: float, exponents: Tensor, shift: int) -> Edges:
+    """The sum of ``|w 2^(e_head - degree e_tail - shift)|^p`` of every edge, given e of every class."""
+    head, tail = (exponents[cut_ids(ids, layout.shards)] for ids in (layout.head, layout.tail))
+    factors = split_factors(head, layout.degree * tail + shift, tensor.device)
+
+    def of_entries(x: Tensor, rows: slice) -> None:
+        for factor in factors:
+            x.mul_(at_rows(factor, rows))
+        raise_to(x, p)
+
+    return layout.reduce(tensor, of_entries, largest=False)
+
+
+@dataclass(frozen=True)
+class ClassFactors:
+    """The factor of every class, ``mantissa * 2^exponent``: alone it may be out of the range of floats."""
+
+    mantissa: Tensor
+    exponent: Tensor
+
+    def power(self, power: int) -> ClassFactors:
+        return ClassFactors(self.mantissa**power, power * self.exponent)
+
+    def scale_(self, tensor: Tensor, edge: EdgeClasses) -> None:
+        """Multiplies every entry of a parameter, or of what is shaped as one, by ``factor(head) /
+        factor(tail)^degree``, in fp64."""
+        ends = torch.cat([edge.head.flatten(), edge.tail.flatten()])
+        if bool((self.exponent[ends] == 0).all() & (self.mantissa[ends] == 1).all()):
+            return
+        edge, tensor = cut_edges(edge, shards_of(tensor)), torch.atleast_1d(local_part(tensor).detach())
+        if not tensor.numel():
+            tensor.zero_()  # other ranks write theirs, and an optimizer on all of them looks for writes
+        head, tail = torch.atleast_1d(edge.head, edge.tail)
+        at_head, at_tail = split_factors(
+            self.exponent[head], edge.degree * self.exponent[tail], tensor.device
+        )
+        at_head = at_head * self.mantissa[head].to(tensor.device)
+        at_tail = at_tail / self.mantissa[tail].to(tensor.device) ** edge.degree
+        factors = [x for x in (at_head, at_tail) if bool((x != 1).any())]
+        for rows, x in in_double(tensor):
+            for factor in factors:
+                x.mul_(at_rows(factor, rows))
+            tensor[rows] = x
+
+
+def in_double(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a tensor at a time, in fp64: which they are, and a buffer that may be written to."""
+    step = CHUNK * (64 if tensor.is_cuda else 1) // max(1, math.prod(tensor.shape[1:])) or 1
+    buffer = torch.empty_like(tensor[:step], dtype=torch.float64)
+    for start in range(0, len(tensor) if tensor.numel() else 0, step):
+        part = tensor[start : start + step]
+        yield slice(start, start + len(part)), buffer[: len(part)].copy_(part)
+
+
+def raise_to(x: Tensor, p: float) -> Tensor:
+    """``|x|^p``, in place."""
+    return x.mul_(x) if p == 2 else x.abs_().pow_(p)
+
+
+def at_rows(x: Tensor, rows: slice) -> Tensor:
+    """Some rows, along the first axis, of what has one for each or one for all."""
+    return x[rows] if len(x) > 1 else x
+
+
+def split_factors(head: Tensor, tail: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``2^head`` and ``2^-tail``, but for a common factor: alone they may be out of range."""
+    highest = head.max() if head.numel() else 0
+    at_head, at_tail = (head - highest).to(device), (highest - tail).to(device)
+    return torch.exp2(at_head.double()), torch.exp2(at_tail.double())
+
+
+def cut_edges(edge: EdgeClasses, shards: tuple[Shard, ...]) -> EdgeClasses:
+    """The classes at the ends of the entries that this rank holds."""
+    return EdgeClasses(cut_ids(edge.head, shards), cut_ids(edge.tail, shards), edge.degree)
+
+
+def cut_ids(ids: Tensor, shards: tuple[Shard, ...]) -> Tensor:
+    """What belongs to the entries that this rank holds, of what has size one where it does not change."""
+    for shard in shards:
+        if ids.shape[shard.dim] > 1:
+            ids = ids.narrow(shard.dim, shard.start, shard.length)
+    return ids
+
+
+def _take(table: Tensor, chosen: Tensor, dim: int) -> Tensor:
+    """What is chosen along a dimension: a view, if it is in one piece."""
+    index = chosen.nonzero().flatten()
+    if len(index) and int(index[-1] - index[0]) == len(index) - 1:
+        return table.narrow(dim, int(index[0]), len(index))
+    return table.index_select(dim, index)
+
+
+def _combine(x: Tensor, dims: list[int], largest: bool) -> Tensor:
+    if not dims:
+        return x
+    return x.amax(dims, keepdim=True) if largest and x.numel() else x.sum(dims, keepdim=True)
+
+
+def _over_ranks(values: Tensor, groups: tuple[dist.ProcessGroup, ...], largest: bool) -> Tensor:
+    for group in groups:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        moved = values.to(device)
+        dist.all_reduce(moved, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        values = moved.cpu()
+    return values

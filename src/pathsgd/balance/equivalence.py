@@ -1,0 +1,180 @@
+"""Are two networks the same up to rescaling? If so, by which factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pathsgd.balance.class_edges import ClassFactors
+from pathsgd.balance.rescale import name_factors
+from pathsgd.errors import PathError
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.trace import Example, trace
+from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Whether two networks are rescaling equivalent; true or false in a condition.
+
+    Attributes:
+        equivalent: whether they are.
+        factors: what turns the first into the second, for :func:`pathsgd.rescale`.
+        reason: why they are not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> found = rescaling_equivalent(model, nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)))
+        >>> bool(found), found.reason.split(":")[0]
+        (False, 'the models differ in structure')
+    """
+
+    equivalent: bool
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.equivalent
+
+
+@torch.no_grad()
+def rescaling_equivalent(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    *,
+    rtol: float | None = None,
+) -> Equivalence:
+    """Whether a rescaling turns ``model_a`` into ``model_b``.
+
+    Args:
+        model_a: the first module.
+        model_b: the second, of the same structure.
+        example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the first.
+        rtol: the largest relative difference of a weight; by default some roundings of its dtype.
+
+    Returns:
+        An :class:`Equivalence`: true with the factors that prove it, or false with the reason.
+
+    Raises:
+        TraceError: the first model cannot be traced.
+        PathError: the second is no module, or the graph is of another model.
+
+    Example:
+        >>> a, b = (
+        ...     nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        ...     for _ in "ab"
+        ... )
+        >>> _ = a[0].weight.data.fill_(2.0), a[2].weight.data.fill_(3.0)
+        >>> _ = b[0].weight.data.fill_(8.0), b[2].weight.data.fill_(0.75)
+        >>> found = rescaling_equivalent(a, b)
+        >>> bool(found), found.factors["0"].tolist()
+        (True, [4.0])
+    """
+    if not isinstance(model_b, nn.Module):
+        raise PathError(f"expected two models, got {type(model_b).__name__} for the second")
+    graph = trace(model_a, example_input)
+    units = unit_classes_of(graph)
+    a = graph.tensors(model_a)
+    try:
+        b = graph.tensors(model_b)
+    except PathError as error:
+        found = str(error).split(";")[0]
+        return Equivalence(False, reason=f"the models differ in structure: {found}")
+    for name in a:
+        if name not in units.parameters and not torch.equal(a[name], b[name].to(a[name])):
+            return Equivalence(False, reason=f"{name!r} differs, and no rescaling changes it")
+    fixed = torch.zeros(units.count, dtype=torch.bool)
+    fixed[FIXED] = True
+    changes = {name: _compare(edge, a[name], b[name]) for name, edge in units.parameters.items()}
+    factors = read_factors(join_changes(list(changes.values())), fixed)
+    for name, edge in units.parameters.items():
+        bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
+        expected = a[name].double()
+        if factors is not None:
+            factors.scale_(expected, edge)
+        difference = (expected - b[name].double()).abs()
+        if factors is None or bool((difference > bound * b[name].double().abs()).any()):
+            return Equivalence(False, reason=f"no factors turn {name!r} of one into the other's")
+    assert factors is not None
+    return Equivalence(True, name_factors(units, factors.mantissa * torch.exp2(factors.exponent.double())))
+
+
+class Changes(NamedTuple):
+    """Entries of parameters, by the classes they lead to and come from, before and after."""
+
+    heads: Tensor
+    tails: Tensor
+    degrees: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def join_changes(parts: Sequence[Changes]) -> Changes:
+    return Changes(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _compare(edge: EdgeClasses, a: Tensor, b: Tensor) -> Changes:
+    head, tail = (ids.expand(a.shape).flatten() for ids in (edge.head, edge.tail))
+    return Changes(
+        head, tail, torch.full_like(head, edge.degree), a.flatten().cpu().double(), b.flatten().cpu().double()
+    )
+
+
+def read_factors(changes: Changes, held: Tensor) -> ClassFactors | None:
+    """The factors of classes that take entries from before to after, each read off the largest entry that
+    leads from or to a class which is known already: at first those that are held. None if signs or zeros have
+    changed, or if there is nan or inf.
+    """
+    heads, tails, degrees, before, after = changes
+    if bool((before.sign() != after.sign()).any()) or not bool(torch.isfinite(before - after).all()):
+        return None
+    usable = before != 0
+    quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
+    mantissa, exponent = torch.frexp(quotient)
+    found = ClassFactors(
+        torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
+    )
+    known = held.clone()
+    while True:
+        for targets, sources in ((heads, tails), (tails, heads)):
+            reached = usable & known[sources] & ~known[targets]
+            if bool(reached.any()):
+                break
+        else:
+            left = (~known).nonzero().flatten()
+            if not len(left):
+                return found
+            known[left[0]] = True  # nothing ties it to a known one: its factor changes no weight
+            continue
+        size = torch.where(reached, before.abs(), -1)
+        best = size.new_full((len(held),), -1).scatter_reduce(0, targets, size, "amax")
+        chosen = (reached & (size == best[targets])).nonzero().flatten()
+        target, source, degree = targets[chosen], sources[chosen], degrees[chosen]
+        m, e = mantissa[chosen], exponent[chosen].long()
+        if targets is heads:
+            m, e = m * found.mantissa[source] ** degree, e + degree * found.exponent[source]
+        else:
+            m, e = found.mantissa[source] / m, found.exponent[source] - e
+            odd = e % degree  # the root of an even power of two is one
+            m, e = (
+                (m * torch.exp2(odd.double())) ** (1 / degree),
+                torch.div(e - odd, degree, rounding_mode="floor"),
+            )
+        m, shift = torch.frexp(m)
+        found.mantissa[target], found.exponent[target] = m, e + shift
+        known[target] = True
+
+
+def agree(factors: ClassFactors, changes: Changes, tolerance: float) -> bool:
+    """Whether these factors take all entries from before to after."""
+    heads, tails, degrees, before, after = changes
+    log = factors.mantissa.log2() + factors.exponent
+    change = torch.where(before != 0, (after / torch.where(before != 0, before, 1)).log2(), 0)
+    expected = torch.where(before != 0, log[heads] - degrees * log[tails], 0)
+    scale = 1 + log.abs().max()
+    return bool(((change - expected).abs() <= tolerance * scale).all())

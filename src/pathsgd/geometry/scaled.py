@@ -1,0 +1,180 @@
+"""Path weights: numbers in fp64 with one common power of two, and their sums and products.
+
+A path weight of a deep network does not fit a float: it shrinks or grows by a factor with every layer. The
+numbers of one layer are close to each other by comparison, so one exponent for a whole tensor is enough:
+``Scaled(m, n)`` stands for ``m * 2^(p n)``. fp64 holds numbers that differ by 2^2000. fp32 weights differ by
+2^277 at most, their fourth powers by 2^1108: :func:`pathsgd.geometry.passes.check_range` says where that is
+not enough. Powers of two are exact, so a network whose units were rescaled by powers of two is rounded alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.nodes import Operation
+from pathsgd.graph.views import view_tensor
+
+DEAD = -(2.0**40)
+"""The exponent of zeros: lower than any other, so that they never set the exponent of a sum."""
+
+LARGEST_PLAIN_P = 4
+"""Up to here powers of fp32 weights are within fp64; for higher orders weights are divided by the largest."""
+
+
+class Scaled(NamedTuple):
+    """``mantissa * 2^(p * exponent)``: a tensor in fp64 and one whole number, in fp64 as well."""
+
+    mantissa: Tensor
+    exponent: Tensor
+
+
+def scale_by_power(x: Tensor, n: Tensor) -> Tensor:
+    """``x * 2^n`` exactly, in two halves because 2^n alone may be out of range where the product is not."""
+    half = (n / 2).floor()
+    return x * torch.exp2(half) * torch.exp2(n - half)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The sums and products of the powered network for one ``p``.
+
+    For ``p = inf`` every sum is a maximum and weights enter with power one.
+    """
+
+    p: float
+    as_given: bool = False
+    """Weights enter as they are, signed."""
+
+    @property
+    def order(self) -> float:
+        """p, but 1 for ``p = inf``: what weights are raised to, and what one step of an exponent stands
+        for."""
+        return 1.0 if math.isinf(self.p) else self.p
+
+    def power(self, w: Tensor) -> Tensor:
+        """``|w|^p``, by multiplications alone where p is a small integer: those are exact under
+        scaling by powers of two."""
+        if self.as_given:
+            return w
+        if self.p == 2:
+            return w * w
+        if self.order == 1:
+            return w.abs()
+        if self.order != int(self.order) or self.order > 64:
+            if w.requires_grad:
+                # A second derivative of |w|^p at 0 would be inf times 0 for p < 2.
+                return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.order))
+            return w.abs().pow(self.order)
+        n = int(self.order)
+        result = None
+        base = w if n % 2 == 0 else w.abs()
+        while n:
+            if n % 2:
+                result = base if result is None else result * base
+            n //= 2
+            base = base * base if n else base
+        assert result is not None
+        return result
+
+    def root(self, x: Tensor) -> Tensor:
+        """``x^(1/p)``; for ``p = inf`` path weights carry power one already."""
+        if self.order == 1:
+            return x
+        halvings = math.log2(self.order)
+        if not halvings.is_integer():
+            return x.pow(1 / self.order)
+        for _ in range(int(halvings)):
+            x = x.sqrt()
+        return x
+
+    def shift(self, x: Tensor, n: Tensor) -> Tensor:
+        """``x * 2^(p n)``."""
+        return scale_by_power(x, self.order * n)
+
+    def center(self, x: Scaled) -> Scaled:
+        """The same numbers with mantissas around 1: the largest is as far from it as the least."""
+        if self.as_given or not x.mantissa.numel():
+            return x
+        m = x.mantissa.detach()
+        largest, least = m.amax(), torch.where(m > 0, m, math.inf).amin()
+        middle = (largest.log2() + least.log2()) / (2 * self.order)
+        n = middle.round().nan_to_num(0.0, 0.0, 0.0)
+        exponent = torch.where(largest == 0, DEAD, x.exponent + n)
+        return Scaled(self.shift(x.mantissa, -n), exponent)
+
+    def align(self, values: Sequence[Scaled]) -> tuple[list[Tensor], Tensor]:
+        """Mantissas of several values with one exponent: the largest."""
+        highest = functools.reduce(torch.maximum, [value.exponent for value in values])
+        return [self.shift(v.mantissa, v.exponent - highest) for v in values], highest
+
+    def reduce(self, x: Scaled, dims: Sequence[int]) -> Scaled:
+        """The sum (or the maximum) over ``dims``, kept with size one."""
+        mantissa = x.mantissa
+        if not dims:  # torch takes no axes for all axes
+            return x
+        if math.isinf(self.p):
+            return Scaled(mantissa.amax(tuple(dims), keepdim=True), x.exponent)
+        # The copies along an expanded axis are counted, not added up.
+        repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
+        times = math.prod(mantissa.shape[d] for d in repeated)
+        for d in repeated:
+            mantissa = mantissa.narrow(d, 0, 1)
+        rest = tuple(d for d in dims if mantissa.shape[d] != 1)
+        mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
+        return Scaled(mantissa * times if times > 1 else mantissa, x.exponent)
+
+    def add(self, values: Sequence[Scaled]) -> Scaled:
+        """The sum (or the maximum) of several values of one shape."""
+        if len(values) == 1:
+            return values[0]
+        parts, exponent = self.align(values)
+        return self.center(
+            Scaled(functools.reduce(torch.maximum if math.isinf(self.p) else torch.add, parts), exponent)
+        )
+
+    def cat(self, values: Sequence[Scaled], dim: int) -> Scaled:
+        """Values joined along one axis."""
+        parts, exponent = self.align(values)
+        return self.center(Scaled(torch.cat(parts, dim), exponent))
+
+    def multiply(self, x: Scaled, y: Scaled) -> Scaled:
+        exponent = (x.exponent + y.exponent).clamp(min=DEAD)
+        return self.center(Scaled(x.mantissa * y.mantissa, exponent))
+
+    def sum_to(self, x: Scaled, shape: Sequence[int]) -> Scaled:
+        """The adjoint of broadcasting ``shape`` to the shape of ``x``."""
+        extra = x.mantissa.dim() - len(shape)
+        padded = (1,) * extra + tuple(shape)
+        dims = [d for d, n in enumerate(padded) if n == 1 and x.mantissa.shape[d] != 1]
+        x = self.reduce(x, dims)
+        return Scaled(x.mantissa.reshape(tuple(shape)), x.exponent) if extra else x
+
+    def ones(self, shape: Sequence[int], device: torch.device) -> Scaled:
+        one = torch.ones((1,) * len(shape), dtype=torch.float64, device=device)
+        return Scaled(one.expand(tuple(shape)), torch.zeros((), dtype=torch.float64, device=device))
+
+    def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
+        """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
+        w, exponent = self.divide_by_largest(w.double())
+        found = self.center(Scaled(self.power(w), exponent))
+        return Scaled(found.mantissa.expand(tuple(shape)), found.exponent)
+
+    def divide_by_largest(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights whose powers are within fp64, and the exponent they were divided by."""
+        zero = torch.zeros((), dtype=torch.float64, device=w.device)
+        if self.order <= LARGEST_PLAIN_P or not w.numel():
+            return w, zero
+        exponent = w.detach().abs().amax().log2().round().nan_to_num(0.0, 0.0, 0.0)
+        return scale_by_power(w, -exponent), exponent
+
+
+def apply_view(operation: Operation, x: Scaled) -> Scaled:
+    """A view of path weights: units change places, numbers stay as they are."""
+    return Scaled(view_tensor(operation, x.mantissa), x.exponent)

@@ -1,0 +1,264 @@
+"""The blocks of a model's parameters: what takes one relative step together.
+
+A block is a parameter, or the rows of one that are read together: the queries, the keys and the values of a
+packed projection are three. A family is the blocks that lead into the same units, as a layer's weight and
+bias do: a block that has no size of its own, a bias of zero, takes that of its family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
+from pathsgd.graph.path_graph import ParameterInfo, PathGraph
+from pathsgd.graph.running_statistics import end_at_statistics
+from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
+from pathsgd.graph.unit_groups import Group, Part, find_unit_groups
+from pathsgd.graph.views import view_tensor
+from pathsgd.muon.depth import find_depths, find_ratios
+from pathsgd.sharding import Shard
+
+MOST = 16
+"""Rows that are read apart in more pieces than these stay one block."""
+
+SCALES = {"norm weight", "multiplier"}
+"""Roles of parameters that multiply all of what passes them."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    """Along which a row is one unit: 0, or 1 where the matrix is used transposed."""
+    start: int
+    length: int
+    family: int
+    turns: bool
+    """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
+    share: float
+    """How many blocks that turn lie in sequence in its region: a growth is divided between them."""
+    ratio: float
+    """Which part of a step it takes."""
+    orthogonal: bool
+    """Whether Muon orthogonalises its direction: not that of embeddings, of the last layer, and of depthwise
+    convolutions."""
+    tails: Tensor
+    """The classes of the units that its weights come from."""
+    heads: Tensor
+    """The classes of the units that they lead into."""
+    shards: tuple[Shard, ...] = ()
+    """What part of the parameter this rank holds; none if all of it."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor of the parameter's shape, or of the part of it that this rank holds, as a
+        view."""
+        if not self.shape or self.length == self.shape[self.axis]:
+            return tensor
+        start, stop = self.rows_in((s.start, s.start + s.length) for s in self.shards if s.dim == self.axis)
+        return tensor.narrow(self.axis, start, stop - start)
+
+    def rows_in(self, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """Where its rows begin and end in a part of the parameter, found by cutting out these rows, then
+        these of what is left."""
+        start, stop = self.start, self.start + self.length
+        for low, high in cuts:
+            start, stop = (min(max(n, low), high) - low for n in (start, stop))
+        return start, stop
+
+    @property
+    def numel(self) -> int:
+        if not self.shape:
+            return 1
+        return math.prod(self.shape) // max(1, self.shape[self.axis]) * self.length
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns, a kernel's being its inputs at all places."""
+        rows = self.length if self.axis == 0 else self.shape[0]
+        return rows, self.numel // max(1, rows)
+
+    @property
+    def orthogonal_norm(self) -> float:
+        """The spectral norm of an orthogonal matrix of its size whose entries have root mean square 1."""
+        return math.sqrt(max(self.matrix_shape))
+
+
+def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
+    """The blocks of every parameter by name."""
+    units = unit_classes_of(end_at_statistics(graph))
+    readers = graph.readers()
+    found: dict[str, list[Block]] = {}
+    family_of: dict[int, int] = {}
+    families = 0
+    for group in find_unit_groups(graph):
+        rows = len(group.heads(units))
+        cuts, output = _follow(graph, group, rows)
+        # Embeddings and positions are added up after views, so they are groups of their own, and one family.
+        first = family_of.setdefault(_find_sum(graph, readers, group.parts[0].node), families)
+        for part in group.parts:
+            info = _info(graph, part)
+            if info.name in found:
+                continue
+            axis = _axis(part, info, rows)
+            whole = _whole(info, units, part, output)
+            if axis is None:
+                found[info.name] = [replace(whole, family=first)]
+                continue
+            found[info.name] = [
+                _rows(whole, units, axis, start, stop, first + k)
+                for k, (start, stop) in enumerate(pairwise(cuts))
+            ]
+        families += len(cuts) - 1
+    for info in graph.parameters.values():
+        if info.name not in found:
+            found[info.name] = [replace(_whole(info, units, None, False), family=families)]
+            families += 1
+    return _count(graph, found)
+
+
+def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Block]]:
+    """The blocks with their parts of growth and step."""
+    depths, ratios = find_depths(graph, "nothing"), find_ratios(graph)
+    turning = Counter(
+        region
+        for name, blocks in found.items()
+        for region in graph.parameters[name].regions
+        if any(block.turns for block in blocks)
+    )
+    norms = _find_norms(graph, found)
+    counted = {}
+    for name, blocks in found.items():
+        regions = graph.parameters[name].regions
+        depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
+        share = min(depth, max([1, *(turning[region] for region in regions)]))
+        own = [ratios[region] for region in regions if region in ratios]
+        if any(block.turns for block in blocks):
+            ratio = min([1.0, *(r.layers for r in own)])
+        elif any(block.family in norms for block in blocks):
+            ratio = min([1.0, *(r.norms for r in own)])
+        else:
+            ratio = 1.0
+        counted[name] = [replace(block, share=share, ratio=ratio) for block in blocks]
+    return counted
+
+
+def _find_norms(graph: PathGraph, found: dict[str, list[Block]]) -> set[int]:
+    """The families of multipliers without a matrix: what is added to them, a norm's bias, is one of them."""
+    blocks = [block for own in found.values() for block in own]
+    scales = {block.family for block in blocks if SCALES.intersection(graph.parameters[block.name].roles)}
+    return scales - {block.family for block in blocks if block.turns}
+
+
+def _info(graph: PathGraph, part: Part) -> ParameterInfo:
+    parameter = part.operation.weight.parameter
+    assert parameter is not None
+    return graph.parameters[parameter.name]
+
+
+def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: bool) -> Block:
+    shape = tuple(info.shape)
+    wide = sum(n > 1 for n in shape) >= 2
+    weighted = "weight" in info.roles if part is None else isinstance(part.operation, (Linear, Conv))
+    operation = None if part is None else part.operation
+    depthwise = isinstance(operation, Conv) and operation.is_depthwise
+    end = output or "embedding" in info.roles
+    edge = units.parameters.get(info.name)
+    tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
+    heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
+    return Block(
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1.0, 1.0,
+        wide and weighted and not depthwise and not end,
+        tails, heads,
+    )  # fmt: skip
+
+
+def _rows(whole: Block, units: UnitClasses, axis: int, start: int, stop: int, family: int) -> Block:
+    edge = units.parameters.get(whole.name)
+    tails, heads = whole.tails, whole.heads
+    if edge is not None:
+        tails, heads = (
+            ids.narrow(axis, start, stop - start).flatten() if ids.shape[axis] > 1 else ids.flatten()
+            for ids in (edge.tail, edge.head)
+        )
+    length = stop - start
+    return replace(whole, axis=axis, start=start, length=length, family=family, tails=tails, heads=heads)
+
+
+def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
+    """The axis of the parameter along which one row is one unit, if there is one."""
+    parameter = part.operation.weight.parameter
+    assert parameter is not None
+    if not info.shape:
+        return None
+    if parameter.views == (Permute((1, 0)),) and isinstance(part.operation, Linear):
+        return 1 if info.shape[1] == rows else None
+    transposed = isinstance(part.operation, Conv) and part.operation.transposed
+    if parameter.views or transposed or info.shape[0] != rows:
+        return None
+    return 0
+
+
+def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:
+    """Where the units of a group fall apart into pieces that different operations read, as [0, ..., rows];
+    and whether they are what the model returns."""
+    part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
+    if part is None:
+        return [0, rows], False
+    node = graph.nodes[part.node]
+    axis = len(node.shape) - 1 if isinstance(part.operation, Linear) else 1
+    if node.shape[axis] != rows:
+        return [0, rows], False
+    layout = [1] * len(node.shape)
+    layout[axis] = rows
+    readers = graph.readers()
+    outputs: list[int] = []
+    pieces: list[Tensor] = []
+
+    def follow(k: int, ids: Tensor) -> None:
+        if k in graph.outputs:
+            outputs.append(k)
+        if k in graph.ends or not readers[k]:
+            pieces.append(torch.unique(ids))
+        for reader in readers[k]:
+            operation = graph.nodes[reader].operation
+            if isinstance(operation, (Reshape, Permute, Slice)):
+                follow(reader, view_tensor(operation, ids))
+            elif isinstance(operation, Add) and _adds_bias(graph, reader, k):
+                follow(reader, ids.expand(graph.nodes[reader].shape))
+            else:
+                pieces.append(torch.unique(ids))
+
+    follow(part.node, torch.arange(rows).reshape(layout).expand(node.shape))
+    member = torch.zeros(rows, len(pieces), dtype=torch.bool)
+    for k, piece in enumerate(pieces):
+        member[piece, k] = True
+    changes = (member[1:] != member[:-1]).any(1).nonzero().flatten() + 1
+    cuts = [0, *changes.tolist(), rows]
+    return cuts if len(cuts) <= MOST + 1 else [0, rows], bool(outputs)
+
+
+def _find_sum(graph: PathGraph, readers: list[list[int]], k: int) -> int:
+    """The sum that node k goes into, if nothing else reads it."""
+    while k not in graph.ends and len(readers[k]) == 1:
+        (k,) = readers[k]
+        operation = graph.nodes[k].operation
+        if isinstance(operation, Add):
+            return k
+        if not isinstance(operation, (Reshape, Permute, Expand)):
+            break
+    return -1 - k
+
+
+def _adds_bias(graph: PathGraph, add: int, k: int) -> bool:
+    others = [source for source in graph.nodes[add].inputs if source != k]
+    return all(isinstance(graph.nodes[source].operation, Source) for source in others)

@@ -1,0 +1,134 @@
+"""Blocks of which a rank holds a part (DTensor).
+
+Muon's direction alone needs whole matrices: they are dealt out over the ranks, so that each is put together,
+orthogonalised and cut again on one of them. For the rest sums over ranks are enough (:mod:`.sums`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pathsgd.muon.blocks import Block
+from pathsgd.sharding import Shard
+
+Shards = tuple[Shard, ...]
+
+
+def cut_blocks(found: dict[str, list[Block]], shards: Mapping[str, Shards]) -> dict[str, list[Block]]:
+    """The blocks with the parts of them that this rank holds."""
+    return {
+        name: [replace(block, shards=shards[name]) for block in blocks] if shards.get(name) else blocks
+        for name, blocks in found.items()
+    }
+
+
+Compute = Callable[[list[Tensor]], list[Tensor]]
+"""From tensors to as many of the same shapes."""
+
+
+def on_whole_blocks(blocks: Sequence[Block], parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
+    """``compute`` of whole blocks, and of each result the part that this rank holds.
+
+    A collective call: twice all-to-all for each group of ranks. A rank sends what it holds, and receives as
+    much.
+
+    Args:
+        blocks: of a parameter each.
+        parts: what this rank holds of them.
+        compute: is given all whole blocks that fell to this rank; those that are not sharded fall to all.
+    """
+    found: dict[int, Tensor] = {}
+    by_group: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[int]] = {}
+    for k, (block, part) in enumerate(zip(blocks, parts, strict=True)):
+        key = block.shards[-1].group if block.shards else None, part.dtype
+        by_group.setdefault(key, []).append(k)
+    for (group, _), places in by_group.items():
+        own = [parts[k] for k in places]
+        if group is None:
+            results = compute(own)
+        else:
+            results = _Exchange([blocks[k] for k in places], group).run(own, compute)
+        found.update(zip(places, results, strict=True))
+    return [found[k] for k in range(len(blocks))]
+
+
+class _Exchange:
+    """Blocks that are sharded over one group of ranks, dealt out over these ranks."""
+
+    def __init__(self, blocks: Sequence[Block], group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.blocks = blocks
+        self.dims = [block.shards[-1].dim for block in blocks]
+        self.dealt = deal([cost_of(*block.matrix_shape) for block in blocks], self.ranks)
+        """By rank, the numbers of its blocks."""
+
+    def run(self, parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
+        own = self.dealt[self.rank]
+        to_owners = [[(k, self.rank) for k in dealt] for dealt in self.dealt]
+        from_holders = [[(k, rank) for k in own] for rank in range(self.ranks)]
+        held = {(k, self.rank): part for k, part in enumerate(parts)}
+        received = self._send(parts[0], held, to_owners, from_holders)
+        whole = [torch.cat([received[k, r] for r in range(self.ranks)], self.dims[k]) for k in own]
+        # What is sharded over another group, too, is a part still.
+        outer = [replace(self.blocks[k], shards=self.blocks[k].shards[:-1]) for k in own]
+        results = on_whole_blocks(outer, whole, compute)
+        cut = {}
+        for k, result in zip(own, results, strict=True):
+            dim = self.dims[k]
+            lengths = [_part_shape(self.blocks[k], r)[dim] for r in range(self.ranks)]
+            cut.update({(k, r): part for r, part in enumerate(result.split(lengths, dim))})
+        returned = self._send(parts[0], cut, from_holders, to_owners)
+        return [returned[k, self.rank] for k in range(len(parts))]
+
+    def _send(
+        self,
+        like: Tensor,
+        parts: Mapping[tuple[int, int], Tensor],
+        sent: list[list[tuple[int, int]]],
+        received: list[list[tuple[int, int]]],
+    ) -> dict[tuple[int, int], Tensor]:
+        """Parts by (block, holder): to every rank those in ``sent``, and from it those in ``received``."""
+        outgoing = [parts[key].flatten() for keys in sent for key in keys]
+        buffer = torch.cat([like.new_empty(0), *outgoing])
+        shapes = {(k, r): _part_shape(self.blocks[k], r) for keys in received for k, r in keys}
+        arriving = [sum(math.prod(shapes[key]) for key in keys) for keys in received]
+        leaving = [sum(parts[key].numel() for key in keys) for keys in sent]
+        arrived = buffer.new_empty(sum(arriving))
+        dist.all_to_all_single(arrived, buffer, arriving, leaving, group=self.group)
+        pieces = arrived.split([math.prod(shape) for shape in shapes.values()])
+        return {key: piece.view(shapes[key]) for key, piece in zip(shapes, pieces, strict=True)}
+
+
+def _part_shape(block: Block, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a block, ``rank`` being that among the innermost group."""
+    *outer, last = block.shards
+    cuts = [(s.dim, (s.start, s.start + s.length)) for s in outer] + [(last.dim, last.bounds(rank))]
+    shape = list(block.shape)
+    for dim, (low, high) in cuts:
+        shape[dim] = high - low
+    start, stop = block.rows_in(bounds for dim, bounds in cuts if dim == block.axis)
+    shape[block.axis] = stop - start
+    return tuple(shape)
+
+
+def cost_of(rows: int, columns: int) -> int:
+    """Of a matrix's product with its own transpose."""
+    return rows * columns * min(rows, columns)
+
+
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """By rank, the numbers of those it computes: the next most expensive goes to the one with least to do."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        load, rank = loads[0]
+        dealt[rank].append(k)
+        heapq.heapreplace(loads, (load + costs[k], rank))
+    return dealt

@@ -1,1 +1,0 @@
-"""Updates: Path-SGD, and any torch optimizer made rescaling invariant."""

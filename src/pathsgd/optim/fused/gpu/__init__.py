@@ -1,1 +1,0 @@
-"""What needs Triton. Nothing outside imports it but inside a function, when it is wanted."""

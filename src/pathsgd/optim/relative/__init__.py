@@ -1,1 +1,0 @@
-"""Steps that are a fraction of what they move: every matrix turns by an angle of ``lr``."""

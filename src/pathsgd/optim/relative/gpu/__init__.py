@@ -1,1 +1,0 @@
-"""Relative steps by Triton kernels, each of which goes over all blocks in one launch."""

@@ -1,0 +1,266 @@
+"""Path-SGD on a chain of linear layers on a GPU: a few launches a step, and no copies of the weights.
+
+A table has a row for every layer, in 64 bits each: addresses of weight, gradient and momentum, of the bias
+and its own, then the numbers of rows and columns, and where the layer's vectors and partial sums begin. All
+sums are in fp64, in an order that is always the same.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pathsgd._torch import is_capturing
+from pathsgd.paths.chain import Chain, Moves, Rule, order_sums
+from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, on_device
+
+ROWS: tl.constexpr = tl.constexpr(32)
+COLUMNS: tl.constexpr = tl.constexpr(256)
+"""The tile of a matrix that one program reads."""
+ENTRIES: tl.constexpr = tl.constexpr(128)
+"""Of a vector that one program finishes."""
+FIELDS: tl.constexpr = tl.constexpr(12)
+ADDRESSES = 6
+INTO_ROWS, FROM_COLUMNS = 1, 2
+"""What a tile is read for: sums over columns, for gamma_in of the rows; over rows, for gamma_out of the
+columns."""
+TRUSTED = 2.0**450
+"""Path weights between its inverse and it are trusted; outside, the reference has exponents."""
+CHECK_EVERY = 100
+"""Steps between two that look at them, for which the host waits."""
+
+
+@triton.jit
+def _raise(x, P: tl.constexpr):
+    if P == 1:
+        return tl.abs(x)
+    x = x * x
+    if P == 4:
+        x = x * x
+    return x
+
+
+@triton.jit
+def _invert_root(x, P: tl.constexpr):
+    """``x^(-1/p)``, 0 for 0."""
+    root = tl.where(x > 0, x, 1.0)
+    if P >= 2:
+        root = tl.sqrt(root)
+    if P == 4:
+        root = tl.sqrt(root)
+    return tl.where(x > 0, 1.0 / root, 0.0)
+
+
+@triton.jit
+def _pointer(row, field: tl.constexpr):
+    return tl.load(row + field).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def sum_kernel(table, tiles, vectors, parts, P: tl.constexpr):
+    """Sums of ``|w|^p gamma`` over a tile, by row and by column."""
+    tile = tiles + 4 * tl.program_id(0)
+    row = table + tl.load(tile) * FIELDS
+    first, start, wanted = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    rows, columns = tl.load(row + 6), tl.load(row + 7)
+    r, c = first + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
+    at = r[:, None] * columns + c[None, :]
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    powers = _raise(tl.load(_pointer(row, 0) + at, inside, 0.0).to(tl.float64), P)
+    if wanted & 1:
+        into = tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0)
+        at_rows = parts + tl.load(row + 10) + (start // COLUMNS) * rows + r
+        tl.store(at_rows, tl.sum(powers * into[None, :], 1), r < rows)
+    if wanted & 2:
+        out = tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0)
+        at_columns = parts + tl.load(row + 11) + (first // ROWS) * columns + c
+        tl.store(at_columns, tl.sum(powers * out[:, None], 0), c < columns)
+
+
+@triton.jit
+def finish_kernel(table, places, vectors, parts, P: tl.constexpr):
+    """Adds up the partial sums of some entries of a vector, and the bias that leads to them."""
+    place = places + 6 * tl.program_id(0)
+    row = table + tl.load(place) * FIELDS
+    source, count, length = tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+    k = tl.load(place + 5) + tl.arange(0, ENTRIES)
+    total = tl.zeros([ENTRIES], tl.float64)
+    for part in range(count):
+        total += tl.load(parts + source + part * length + k, k < length, 0.0)
+    bias = tl.load(row + 3)
+    is_into = tl.load(place + 1) == tl.load(row + 10)
+    if is_into & (bias != 0):
+        b = tl.load(bias.to(tl.pointer_type(tl.float32)) + k, k < length, 0.0)
+        total += _raise(b.to(tl.float64), P)
+    tl.store(vectors + tl.load(place + 4) + k, total, k < length)
+
+
+@triton.jit
+def _move(w_at, g_at, m_at, inside, root, lr, shrink, momentum, MOMENTUM: tl.constexpr,
+          NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
+    """The formula of paths/rule.py."""
+    w = tl.load(w_at, inside, 0.0)
+    u = (tl.load(g_at, inside, 0.0).to(tl.float64) * root).to(tl.float32)
+    if MAXIMIZE:
+        u = -u
+    if MOMENTUM:
+        m = momentum.to(tl.float32) * tl.load(m_at, inside, 0.0) + u
+        tl.store(m_at, m, inside)
+        u = u + momentum.to(tl.float32) * m if NESTEROV else m
+    step = (u.to(tl.float64) * root).to(tl.float32)
+    tl.store(w_at, shrink.to(tl.float32) * w - lr.to(tl.float32) * step, inside)
+
+
+@triton.jit
+def move_kernel(table, tiles, vectors, rates, momentum, P: tl.constexpr, MOMENTUM: tl.constexpr,
+                NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
+    """A step of one tile of a matrix, and of the bias beside its first column."""
+    tile = tiles + 4 * tl.program_id(0)
+    layer = tl.load(tile)
+    row, first, start = table + layer * FIELDS, tl.load(tile + 1), tl.load(tile + 2)
+    rows, columns = tl.load(row + 6), tl.load(row + 7)
+    r, c = first + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
+    at = r[:, None] * columns + c[None, :]
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    at_rows = _invert_root(tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0), P)
+    at_columns = _invert_root(tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0), P)
+    numbers, factor = rates + 4 * layer, tl.load(momentum)
+    _move(_pointer(row, 0) + at, _pointer(row, 1) + at, _pointer(row, 2) + at, inside,
+          at_rows[:, None] * at_columns[None, :], tl.load(numbers), tl.load(numbers + 1), factor, MOMENTUM,
+          NESTEROV, MAXIMIZE)  # fmt: skip
+    if (start == 0) & (tl.load(row + 3) != 0):
+        _move(_pointer(row, 3) + r, _pointer(row, 4) + r, _pointer(row, 5) + r, r < rows, at_rows,
+              tl.load(numbers + 2), tl.load(numbers + 3), factor, MOMENTUM, NESTEROV, MAXIMIZE)  # fmt: skip
+
+
+class KernelChain:
+    """See :class:`pathsgd.paths.chain.ChainStep`."""
+
+    def __init__(self, chain: Chain, device: torch.device) -> None:
+        self.device = device
+        vectors = [n for layer in chain for n in (layer.inputs, layer.outputs)]
+        tiles = [(-(-a.outputs // ROWS.value), -(-a.inputs // COLUMNS.value)) for a in chain]
+        parts = [n for a, (i, j) in zip(chain, tiles, strict=True) for n in (j * a.outputs, i * a.inputs)]
+        at, sums = [0, *accumulate(vectors)], [0, *accumulate(parts)]
+        fields = [
+            [0] * ADDRESSES + [a.outputs, a.inputs, at[2 * k], at[2 * k + 1], sums[2 * k], sums[2 * k + 1]]
+            for k, a in enumerate(chain)
+        ]
+        self.table = AddressTable(torch.tensor(fields), device)
+        self.vectors = torch.ones(at[-1], dtype=torch.float64, device=device)
+        self.parts = torch.empty(sums[-1], dtype=torch.float64, device=device)
+        self.rounds = []
+        for layers in order_sums(len(chain)):
+            read, finished = [], []
+            for k, (rows, columns) in layers.items():
+                wanted = INTO_ROWS * rows + FROM_COLUMNS * columns
+                read += [[k, *tile, wanted] for tile in _list_tiles(chain[k].outputs, chain[k].inputs)]
+                if rows:
+                    finished += _list_entries(k, sums[2 * k], tiles[k][1], chain[k].outputs, at[2 * k + 2])
+                if columns:
+                    finished += _list_entries(k, sums[2 * k + 1], tiles[k][0], chain[k].inputs, at[2 * k - 1])
+            self.rounds.append((self._put(read), self._put(finished)))
+        self.tiles = self._put(
+            [[k, *tile, 0] for k, a in enumerate(chain) for tile in _list_tiles(a.outputs, a.inputs)]
+        )
+        self.rates = torch.zeros(len(chain), 4, dtype=torch.float64, device=device)
+        self.momentum = torch.zeros((), dtype=torch.float64, device=device)
+        self._numbers: list[float] | None = None
+        self._steps = 0
+        self._graphs: dict[Rule, CUDAGraph] = {}
+        self._looked = 0
+
+    def _put(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def measure(self, moves: Moves, p: int) -> bool:
+        """Sums are taken with the step; from time to time, they are looked at before."""
+        self._point(moves)
+        if is_capturing():
+            return True
+        self._steps += 1
+        if self._steps % CHECK_EVERY != 1:
+            return True
+        with on_device(self.device):
+            self._sum(p)
+        alive = torch.where(self.vectors > 0, self.vectors, 1.0)
+        least, largest = alive.aminmax()
+        return 1 / TRUSTED < float(least) and float(largest) < TRUSTED
+
+    def move(self, moves: Moves, rule: Rule) -> None:
+        self._set_rates(moves, rule)
+        with on_device(self.device):
+            if is_capturing() or self._steps <= WARM_UP or self.device.type != "cuda":
+                self._launch(rule)
+            else:
+                if rule not in self._graphs:
+                    self._graphs[rule], _ = capture(lambda: self._launch(rule), self.device)
+                self._graphs[rule].replay()
+        # As torch does when it writes.
+        torch.autograd.graph.increment_version([m.parameter for own in moves for m in own if m is not None])
+
+    def _launch(self, rule: Rule) -> None:
+        self._sum(rule.p)
+        move_kernel[(len(self.tiles),)](
+            self.table.on_device, self.tiles, self.vectors, self.rates, self.momentum, P=rule.p,
+            MOMENTUM=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=rule.maximize,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _sum(self, p: int) -> None:
+        for read, finished in self.rounds:
+            arguments = self.vectors, self.parts
+            sum_kernel[(len(read),)](self.table.on_device, read, *arguments, P=p, enable_fp_fusion=False)
+            finish_kernel[(len(finished),)](self.table.on_device, finished, *arguments, P=p)
+
+    def _point(self, moves: Moves) -> None:
+        addresses: list[int] = []
+        for own in moves:
+            for m in own:
+                tensors = (
+                    [] if m is None else [m.parameter, m.grad, m.parameter if m.buffer is None else m.buffer]
+                )
+                addresses += [t.data_ptr() for t in tensors] or [0, 0, 0]
+        self.table.point(addresses, ADDRESSES, lambda by_layer: by_layer)
+
+    def _set_rates(self, moves: Moves, rule: Rule) -> None:
+        """Tells the kernels rates and decay, by a copy for which the host does not wait."""
+        numbers = [rule.momentum]
+        tensors = []
+        for k, own in enumerate(moves):
+            for j, m in enumerate(own):
+                lr = 0.0 if m is None or isinstance(m.lr, Tensor) else float(m.lr)
+                numbers += [lr, 1 - lr * m.weight_decay if m is not None else 1.0]
+                if m is not None and isinstance(m.lr, Tensor):
+                    tensors.append((k, 2 * j, m))
+        if numbers != self._numbers or is_capturing():
+            if is_capturing():
+                self._fill(numbers)
+            else:
+                values = torch.tensor(numbers, dtype=torch.float64)
+                values = values.pin_memory() if self.device.type == "cuda" else values
+                self.momentum.copy_(values[0], non_blocking=True)
+                self.rates.copy_(values[1:].view(-1, 4), non_blocking=True)
+            self._numbers = None if is_capturing() else numbers
+        for k, j, m in tensors:
+            self.rates[k, j] = m.lr
+            self.rates[k, j + 1] = 1 - m.lr * m.weight_decay
+
+    def _fill(self, numbers: list[float]) -> None:
+        """By kernels that hold the numbers: what a captured copy would read is gone when it is replayed."""
+        self.momentum.fill_(numbers[0])
+        flat = self.rates.view(-1)
+        for k, number in enumerate(numbers[1:]):
+            flat[k].fill_(number)
+
+
+def _list_tiles(rows: int, columns: int) -> list[list[int]]:
+    return [[r, c] for r in range(0, rows, ROWS.value) for c in range(0, columns, COLUMNS.value)]
+
+
+def _list_entries(layer: int, source: int, count: int, length: int, target: int) -> list[list[int]]:
+    return [[layer, source, count, length, target, k] for k in range(0, length, ENTRIES.value)]

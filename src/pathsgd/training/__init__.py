@@ -1,0 +1,1 @@
+"""Mechanisms that optimizers share: lazy tracing, staleness, CUDA-graph capture."""
