@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd import PathMuon
+from pathsgd import BalancedMuon
 
 
 def trainer_optimizer(
-    optimizer_class: Callable[..., Optimizer] = PathMuon, example_input: Any = None, **options: Any
+    optimizer_class: Callable[..., Optimizer] = BalancedMuon, example_input: Any = None, **options: Any
 ) -> tuple[type[_Factory], dict[str, Any]]:
     """What ``Trainer`` takes as ``optimizer_cls_and_kwargs``.
 
@@ -23,8 +23,7 @@ def trainer_optimizer(
     schedule, by default linear to zero, acts on ``lr`` as always.
 
     Args:
-        optimizer_class: :class:`pathsgd.PathMuon`, :class:`pathsgd.PathAdam`, :class:`pathsgd.PathSGD` or
-            :class:`pathsgd.PathAdagrad`.
+        optimizer_class: :class:`pathsgd.BalancedMuon` or :class:`pathsgd.PathSGD`.
         example_input: as these take it. Without one, the model is traced from the first batch it sees.
         **options: what the class takes, as ``lr``.
 
@@ -34,7 +33,7 @@ def trainer_optimizer(
     Example:
         >>> factory, options = trainer_optimizer(lr=0.02)
         >>> type(factory()(nn.Linear(2, 3), **options)).__name__  # as Trainer does
-        'PathMuon'
+        'BalancedMuon'
     """
     return _Factory, {"optimizer_class": optimizer_class, "example_input": example_input, **options}
 
