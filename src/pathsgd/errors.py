@@ -53,8 +53,8 @@ class RescaleError(PathError):
     """
 
 
-LARGEST_P = 256
-"""Beyond it the powers leave fp64, and phi_p is within a few percent of phi_inf."""
+LARGEST_P = 64
+"""Beyond it powers of ordinary weights leave fp64, and phi_p is within a few percent of phi_inf."""
 
 
 def check_p(p: object) -> float:

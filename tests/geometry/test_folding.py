@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import pathsgd
-from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.gamma import measure, measure_gammas
-from pathsgd.geometry.passes import powered_network
-from pathsgd.graph import shrinking
+from pathsgd.geometry.passes import PoweredNetwork
+from pathsgd.geometry.scaled import Arithmetic
 from pathsgd.graph.folding import fold
-from pathsgd.graph.nodes import Conv, Reduce
+from pathsgd.graph.nodes import Reduce
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support.cases import CASES, build, traced
 from support.networks import NETWORKS
@@ -180,29 +178,17 @@ BUILD = dict(networks())
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BUILD)
-def test_equal_places_once_or_each_by_itself(name, monkeypatch):
-    monkeypatch.setattr(shrinking, "LARGEST_SHARE", math.inf)  # images made smaller however little is gained
-    monkeypatch.setattr(shrinking, "LEAST_CUT", 10**9)
+def test_equal_places_once_or_each_by_itself(name):
     model, graph = BUILD[name]()
-    graph = replace(graph)
     tensors = graph.tensors(model)
     for p in (2, math.inf):
-        for exponents in (False, True):
-            folded, whole = (powered_network(graph, tensors, p, exponents, folded=f) for f in (True, False))
-            found, expected = measure(folded, None), measure(whole, None)
-            for parameter in graph.parameters:
-                torch.testing.assert_close(
-                    found[parameter].dense(), expected[parameter].dense(), rtol=1e-12, atol=0
-                )
-            factors, others = measure_unit_factors(folded, None), measure_unit_factors(whole, None)
-            for mine, its in zip(as_logs(factors), as_logs(others), strict=True):
-                torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
-
-
-def as_logs(factors):
-    for value in (factors.factor, factors.magnitude):
-        exponent = 0 if value.exponent is None else value.exponent
-        yield value.mantissa.log2() + exponent
+        folded, whole = (
+            measure(PoweredNetwork(each, tensors, Arithmetic(p))) for each in (graph.folded.graph, graph)
+        )
+        for parameter in graph.parameters:
+            torch.testing.assert_close(
+                folded[parameter].dense(), whole[parameter].dense(), rtol=1e-12, atol=0
+            )
 
 
 @torch.no_grad()
@@ -224,14 +210,6 @@ def test_powers_of_two_change_no_bit(name):
     after = measure_gammas(graph, graph.tensors(model))
     for n, p in model.named_parameters():
         assert torch.equal(after[n].weight_to_z(p), z[n]), n
-
-
-def test_images_are_made_smaller():
-    _, graph = BUILD["stages"]()
-    convolutions = [node for node in graph.folded.graph.nodes if isinstance(node.operation, Conv)]
-    # of 61 x 75, then twice 31 x 38, twice 16 x 19, and 16 x 19 again
-    sizes = [(5, 4), (7, 10), (7, 10), (9, 10), (9, 10), (9, 10)]
-    assert [node.shape[2:] for node in convolutions] == sizes
 
 
 def test_a_sequence_is_as_small_as_one_token():

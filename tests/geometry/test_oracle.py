@@ -16,7 +16,6 @@ from torch import nn
 import pathsgd
 from pathsgd.dag import Dag
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.shared_weights import find_repeated
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, Tied, build, traced
 from support.networks import dense_gammas
@@ -31,86 +30,22 @@ def oracle(case):
     return build(case).oracle()
 
 
-@functools.cache
-def count_uses(case, p, shared):
-    net, dag = oracle(case)
-    return net.counted_gamma(dag, p, COUNTS[shared])
-
-
 def assert_close(found, expected, what):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-300, err_msg=what)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("exponents", [False, True], ids=["plain", "exponents"])
-def test_gamma_and_phi(case, exponents):
+def test_gamma_and_phi(case):
     model, graph = build(case), traced(case)
     assert all(info.normalised for info in graph.parameters.values()), str(graph)
     net, dag = oracle(case)
     for p in EXPONENTS:
-        found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents)
+        found = measure_gammas(graph, graph.tensors(model), p)
         for name, expected in net.parameter_gamma(dag, p).items():
             assert_close(found[name].dense().numpy(), expected, f"gamma_{p} of {name}")
         assert_close(pathsgd.path_norm(model, graph, p).item(), dag.phi(p), f"phi_{p}")
         per_output = torch.cat([t.flatten() for t in pathsgd.path_norm(model, graph, p, per_output=True)])
         assert_close(per_output.detach().numpy(), list(dag.phi_per_output(p).values()), f"phi_{p} per output")
-
-
-COUNTS = {"kappa1": lambda k: k, "gram": lambda k: k * k, "hessian": lambda k: k * (2 * k - 1)}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shared", COUNTS)
-def test_shared_weights_count_as_asked(case, shared):
-    """By enumeration: a path that uses a weight k times counts k, k^2 or k (2k - 1) times."""
-    model, graph = build(case), traced(case)
-    for p in (1, 1.5, 2, 3):
-        for exponents in (False, True):
-            found = measure_gammas(graph, graph.tensors(model), p, exponents=exponents, shared=shared)
-            for name, expected in count_uses(case, p, shared).items():
-                assert_close(found[name].dense().numpy(), expected, f"{shared} of {name} at p = {p}")
-
-
-def test_only_what_a_path_uses_twice_is_counted():
-    """Convolutions are shared but never twice on a path; a tied matrix is, and so is what is squared."""
-    conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
-    assert find_repeated(pathsgd.trace(conv, torch.zeros(1, 1, 8, 8))) == []
-    tied = build(Tied)
-    assert find_repeated(pathsgd.trace(tied, tied.example())) == ["a.weight"]
-    squares = nn.Sequential(nn.Linear(2, 3), Squares(), nn.Linear(3, 1)).double()
-    graph = pathsgd.trace(squares)
-    assert find_repeated(graph) == ["0.weight", "0.bias"]
-    half = dense_gammas(squares, graph, shared="hessian")
-    for name, parameter in squares.named_parameters():
-        hessian = torch.autograd.functional.hessian(
-            lambda w, name=name: torch.func.functional_call(Phi(squares, graph), {f"model.{name}": w}, ()),
-            parameter.detach(),
-        )
-        n = parameter.numel()
-        assert_close(half[name].flatten().numpy(), hessian.reshape(n, n).diagonal().numpy() / 2, name)
-
-
-class Phi(nn.Module):
-    """phi_2^2 as a function of the parameters."""
-
-    def __init__(self, model, graph):
-        super().__init__()
-        self.model, self.graph = model, graph
-
-    def forward(self):
-        return pathsgd.path_norm(self.model, self.graph) ** 2
-
-
-def test_counting_uses_has_limits_and_says_so():
-    model = build(Tied)
-    with pytest.raises(pathsgd.PathError, match="Invalid shared: 'both'"):
-        dense_gammas(model, model.example(), shared="both")
-    with pytest.raises(pathsgd.PathError, match="p = inf has none"):
-        dense_gammas(model, model.example(), p=math.inf, shared="gram")
-    with torch.no_grad():
-        model.a.weight.mul_(1e80)
-    with pytest.raises(pathsgd.PathError, match=r"the paths through 'a.weight' leave the range of fp64"):
-        dense_gammas(model, model.example(), shared="gram")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,8 +7,8 @@ import copy
 import torch
 
 import pathsgd
-from pathsgd import PathAdagrad, PathNormalized, PathSGD
-from pathsgd.geometry.rescale import apply_factors
+from pathsgd import PathNormalized, PathSGD
+from pathsgd.balance.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build, traced
 
@@ -22,15 +22,13 @@ OPTIMIZERS = {
     "p=2": lambda m, g: PathSGD(m, g, lr=1e-4),
     "p=4": lambda m, g: PathSGD(m, g, lr=1e-5, p=4),
     "momentum": lambda m, g: PathSGD(m, g, lr=1e-5, momentum=0.9),
-    "nesterov": lambda m, g: PathSGD(m, g, lr=1e-5, momentum=0.9, nesterov=True, foreach=True),
+    "nesterov": lambda m, g: PathSGD(m, g, lr=1e-5, momentum=0.9, nesterov=True, fused=False),
     "decay": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.5, weight_decay=0.1),
-    "Adagrad": lambda m, g: PathAdagrad(m, g, lr=1e-3),
+    "Adagrad": lambda m, g: PathNormalized(torch.optim.Adagrad, m, g, lr=1e-3),
     "Adam": lambda m, g: PathNormalized(torch.optim.Adam, m, g, lr=1e-4),
     "AdamW": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-4, weight_decay=0.1),
     "RMSprop": lambda m, g: PathNormalized(torch.optim.RMSprop, m, g, lr=1e-5, momentum=0.5),
     "clipped": lambda m, g: clipped(PathSGD(m, g, lr=1e-3, momentum=0.9)),
-    "limited": lambda m, g: PathSGD(m, g, lr=1e-2, momentum=0.5, max_relative_step=1e-3),
-    "gram": lambda m, g: PathSGD(m, g, lr=1e-4, shared="gram"),
     "coupled": lambda m, g: PathNormalized(torch.optim.SGD, m, g, lr=1e-4, momentum=0.9, weight_decay=0.1),
 }
 

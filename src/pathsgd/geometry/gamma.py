@@ -229,7 +229,7 @@ def measure_gammas(graph: PathGraph, tensors: Tensors, p: float = 2, *, check: b
     network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks=check)
     found = measure(network)
     if check and not any_sharded(kept.values()):
-        check_range(network, backward=True)
+        check_range(network, network.find_multiplied(), backward=True)
     whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
     return Gammas(
         {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()}

@@ -133,8 +133,13 @@ def find_reachable(network: PoweredNetwork) -> PoweredNetwork:
     return PoweredNetwork(network.graph, ones, Arithmetic(1.0), looks=True)
 
 
-def check_range(network: PoweredNetwork, backward: bool) -> None:
+def check_range(network: PoweredNetwork, wanted: Iterable[int], backward: bool) -> None:
     """Refuses path weights that were lost: those of one layer differ by more than fp64 can hold.
+
+    Args:
+        network: after a pass in which it looked.
+        wanted: the nodes that the forward pass was asked for.
+        backward: whether there was a backward pass.
 
     Raises:
         PathError: numbers of one layer are too far apart, or a unit that paths reach was computed to be 0.
@@ -145,7 +150,7 @@ def check_range(network: PoweredNetwork, backward: bool) -> None:
     is_lost = any(x < 1 / TRUSTED for x in least) or any(x > TRUSTED for x in largest)
     if not is_lost and any(zeros):
         counted = find_reachable(network)
-        values = counted.forward(counted.find_multiplied() if backward else network.graph.ends)
+        values = counted.forward(wanted)
         if backward:
             for _ in counted.backward(values):
                 pass

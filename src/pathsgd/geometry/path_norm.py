@@ -88,7 +88,7 @@ def path_norm(
         return [_take_root(arithmetic, value, log) for value in values], network
 
     found, network = replay_calls(graph, tensors, (float(p), tuple(ends), per_output, log), measure)
-    check_range(network, backward=False)
+    check_range(network, [graph.folded.whole[k] for k in ends], backward=False)
     dtype = find_dtype(tensors)
     found = found if log else [value.to(dtype) for value in found]
     return found if per_output else found[0]

@@ -24,8 +24,9 @@ from pathsgd.graph.views import view_tensor
 DEAD = -(2.0**40)
 """The exponent of zeros: lower than any other, so that they never set the exponent of a sum."""
 
-LARGEST_PLAIN_P = 4
-"""Up to here powers of fp32 weights are within fp64; for higher orders weights are divided by the largest."""
+MAX_PLAIN_P = 4
+"""Up to here powers of fp32 weights are within fp64; for higher orders, and of fp64 weights, they are divided
+by a power of two first."""
 
 
 class Scaled(NamedTuple):
@@ -103,10 +104,8 @@ class Arithmetic:
         if self.as_given or not x.mantissa.numel():
             return x
         m = x.mantissa.detach()
-        largest, least = m.amax(), torch.where(m > 0, m, math.inf).amin()
-        middle = (largest.log2() + least.log2()) / (2 * self.order)
-        n = middle.round().nan_to_num(0.0, 0.0, 0.0)
-        exponent = torch.where(largest == 0, DEAD, x.exponent + n)
+        n = (_find_middle(m) / self.order).round()
+        exponent = torch.where((m == 0).all(), DEAD, x.exponent + n)
         return Scaled(self.shift(x.mantissa, -n), exponent)
 
     def align(self, values: Sequence[Scaled]) -> tuple[list[Tensor], Tensor]:
@@ -162,17 +161,24 @@ class Arithmetic:
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
-        w, exponent = self.divide_by_largest(w.double())
-        found = self.center(Scaled(self.power(w), exponent))
+        w, exponent = self.divide_by_middle(w)
+        found = self.center(Scaled(self.power(w.double()), exponent))
         return Scaled(found.mantissa.expand(tuple(shape)), found.exponent)
 
-    def divide_by_largest(self, w: Tensor) -> tuple[Tensor, Tensor]:
+    def divide_by_middle(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Weights whose powers are within fp64, and the exponent they were divided by."""
-        zero = torch.zeros((), dtype=torch.float64, device=w.device)
-        if self.order <= LARGEST_PLAIN_P or not w.numel():
-            return w, zero
-        exponent = w.detach().abs().amax().log2().round().nan_to_num(0.0, 0.0, 0.0)
-        return scale_by_power(w, -exponent), exponent
+        exponent = torch.zeros((), dtype=torch.float64, device=w.device)
+        if not w.numel() or self.as_given or (w.dtype != torch.float64 and self.order <= MAX_PLAIN_P):
+            return w, exponent
+        exponent = _find_middle(w.detach().abs().double())
+        return scale_by_power(w.double(), -exponent), exponent
+
+
+def _find_middle(x: Tensor) -> Tensor:
+    """The exponent halfway between those of the least and the largest of numbers over 0; 0 if there is
+    none."""
+    largest, least = x.amax(), torch.where(x > 0, x, math.inf).amin()
+    return ((largest.log2() + least.log2()) / 2).round().nan_to_num(0.0, 0.0, 0.0)
 
 
 def apply_view(operation: Operation, x: Scaled) -> Scaled:

@@ -54,6 +54,9 @@ def apply(
             return arithmetic.reduce(inputs[0], operation.dims)
         case nodes.Cat():
             return arithmetic.cat(inputs, operation.dim)
+        case Slice():
+            # Units that are left out may have set the exponent of those that stay.
+            return arithmetic.center(apply_view(operation, inputs[0]))
         case _:
             return apply_view(operation, inputs[0])
 
@@ -103,7 +106,7 @@ def adjoint(
         case nodes.Cat():
             sizes = [shape[operation.dim] for shape in shapes]
             return [
-                apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient)
+                arithmetic.center(apply_view(Slice(operation.dim, sum(sizes[:k]), size), gradient))
                 for k, size in enumerate(sizes)
             ]
         case Reshape():
@@ -122,11 +125,11 @@ def axis_map(arithmetic: Arithmetic, operation: AxisMap, x: Scaled) -> Scaled:
     """Fixed edges along one axis: pooling, padding, gathering, resizing."""
     if operation.copies:
         index = window_index(operation.window, x.mantissa.device)
-        return Scaled(x.mantissa.index_select(operation.dim, index), x.exponent)
+        return arithmetic.center(Scaled(x.mantissa.index_select(operation.dim, index), x.exponent))
     edges = window_powers(operation.window, operation.adjoint, arithmetic, x.mantissa.device)
     moved = x.mantissa.movedim(operation.dim, -1)
     if math.isinf(arithmetic.p):
         mapped = torch.stack([(moved * edge).amax(-1) for edge in edges], -1)
     else:
         mapped = moved @ edges.t()
-    return Scaled(mapped.movedim(-1, operation.dim), x.exponent)
+    return arithmetic.center(Scaled(mapped.movedim(-1, operation.dim), x.exponent))

@@ -27,7 +27,7 @@ def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
     """A linear layer in the powered network; ``x`` has its units on the last axis."""
     if is_sharded(weight):
         return compute_on_shards(lambda x, w: contract(arithmetic, x, w), arithmetic, x, weight, -1, 0, 1)
-    weight, exponent = arithmetic.divide_by_largest(weight)
+    weight, exponent = arithmetic.divide_by_middle(weight)
     lead = x.mantissa.shape[:-1]
     rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     if math.isinf(arithmetic.p):

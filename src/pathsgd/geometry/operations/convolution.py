@@ -25,8 +25,8 @@ def convolve(arithmetic: Arithmetic, operation: Conv, x: Scaled, weight: Tensor)
         return compute_on_shards(
             lambda x, w: convolve(arithmetic, operation, x, w), arithmetic, x, weight, 1, outputs, inputs
         )
-    weight, exponent = arithmetic.divide_by_largest(weight.double())
-    edges = arithmetic.power(weight)
+    weight, exponent = arithmetic.divide_by_middle(weight)
+    edges = arithmetic.power(weight.double())
     if math.isinf(arithmetic.p):
         y = _max_conv(operation, x.mantissa, edges)
     else:
