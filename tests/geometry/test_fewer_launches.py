@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import pathsgd
-from pathsgd.console.networks import ResNet
+from benchmarks.networks import ResNet
 from pathsgd.geometry import edge_weights, passes
 from pathsgd.geometry.extended_float import Arithmetic, ExtendedFloat
 from pathsgd.geometry.gamma import measure_gammas

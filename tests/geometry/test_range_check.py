@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pathsgd
-from pathsgd.console.networks import Bottleneck, ResNet
+from benchmarks.networks import Bottleneck, ResNet
 from pathsgd.geometry import range_check
 from pathsgd.geometry.canonical import measure_unit_factors
 from pathsgd.geometry.gamma import measure_gammas

@@ -14,7 +14,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
-from pathsgd.console.timing import capture
+from pathsgd.cli.timing import capture
 from support.networks import SmallResNet, build
 from support.stacks import is_fused
 from support.stacks import stack as cpu_stack
@@ -134,7 +134,7 @@ def test_a_whole_step_in_a_cuda_graph_under_a_schedule():
         backward(model, x, y)
         optimizer.step()
 
-    replay = capture(step, torch.device("cuda"))
+    replay = capture(step)
     reference = PathSGD(other, lr=1e-3, momentum=0.9, implementation="reference")
     for _ in range(4):
         backward(other, x, y)
@@ -160,7 +160,7 @@ def test_adam_in_a_cuda_graph():
             backward(model, x, y)
             optimizer.step()
 
-        run = capture(step, torch.device("cuda")) if replays else step
+        run = capture(step) if replays else step
         for _ in range(replays or 14):
             run()
         ends.append(model)
