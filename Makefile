@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCH ?= benchmarks/geometry.py
+BENCH ?= library_time
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -13,7 +13,7 @@ BENCH ?= benchmarks/geometry.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
-	@echo "  PYTHON=python3.12 chooses the interpreter of .venv, BENCH=benchmarks/x.py one benchmark"
+	@echo "  PYTHON=python3.12 chooses the interpreter of .venv, BENCH=step_cost another benchmark"
 
 test: lint types docs unit ## format, lint, types, documentation and every test: before a change is merged
 
@@ -42,8 +42,8 @@ format: $(STAMP) ## rewrite the sources into the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## run the benchmarks, or those named by BENCH
-	@set -e; for file in $(BENCH); do echo "==> $$file"; $(BIN)/python $$file; done
+bench: $(STAMP) ## run the benchmark named by BENCH: library_time, step_cost
+	@$(BIN)/python -m benchmarks.$(BENCH)
 
 venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed
 

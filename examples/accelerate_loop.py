@@ -1,4 +1,4 @@
-"""Accelerate: a convolutional network on digits with accumulated gradients, by PathMuon and by AdamW.
+"""Accelerate: a convolutional network on digits with accumulated gradients, by BalancedMuon and by AdamW.
 
 python examples/accelerate_loop.py, or accelerate launch examples/accelerate_loop.py on several devices
 """
@@ -43,6 +43,6 @@ def run(make_optimizer):
         return F.cross_entropy(model(x), y).item()
 
 
-path_muon = run(lambda model: pathsgd.PathMuon(model, torch.zeros(1, 1, 8, 8)))
+balanced_muon = run(lambda model: pathsgd.BalancedMuon(model, torch.zeros(1, 1, 8, 8)))
 adamw = run(lambda model: torch.optim.AdamW(model.parameters(), lr=3e-2))
-print(f"test loss: PathMuon {path_muon:.3f}, AdamW {adamw:.3f}")
+print(f"test loss: BalancedMuon {balanced_muon:.3f}, AdamW {adamw:.3f}")

@@ -1,5 +1,5 @@
-"""Hugging Face Trainer: a small Llama, randomly initialised, on the bytes of a Python module, by PathMuon and
-by AdamW. Nothing is downloaded.
+"""Hugging Face Trainer: a small Llama, randomly initialised, on the bytes of a Python module, by BalancedMuon
+and by AdamW. Nothing is downloaded.
 
 python examples/hf_trainer.py
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import pathsgd
 from pathsgd.huggingface import trainer_optimizer
 
 STEPS, BATCH, LENGTH = 40, 8, 64
@@ -41,6 +42,6 @@ def run(**optimizer):
         return trainer.evaluate()["eval_loss"]
 
 
-path_muon = run(optimizer_cls_and_kwargs=trainer_optimizer())
+balanced_muon = run(optimizer_cls_and_kwargs=trainer_optimizer(pathsgd.BalancedMuon))
 adamw = run(arguments={"learning_rate": 1e-2})
-print(f"test loss: PathMuon {path_muon:.3f}, AdamW {adamw:.3f}")
+print(f"test loss: BalancedMuon {balanced_muon:.3f}, AdamW {adamw:.3f}")

@@ -1,4 +1,4 @@
-"""Lightning: a convolutional network on digits, with all weights in bf16, by PathMuon and by AdamW.
+"""Lightning: a convolutional network on digits, with all weights in bf16, by BalancedMuon and by AdamW.
 
 python examples/lightning_module.py
 """
@@ -32,9 +32,9 @@ class Digits(lightning.LightningModule):
         self.log("loss", self.training_step(batch))
 
     def configure_optimizers(self):
-        if self.optimizer == "PathMuon":
+        if self.optimizer == "BalancedMuon":
             # Only the shape of the example matters: it is fp32 here, and the weights are bf16.
-            return pathsgd.PathMuon(self.net, torch.zeros(1, 1, 8, 8))
+            return pathsgd.BalancedMuon(self.net, torch.zeros(1, 1, 8, 8))
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
 
@@ -56,4 +56,4 @@ def run(optimizer, precision="bf16-true"):
 
 
 if __name__ == "__main__":
-    print(f"test loss: PathMuon {run('PathMuon'):.3f}, AdamW {run('AdamW'):.3f}")
+    print(f"test loss: BalancedMuon {run('BalancedMuon'):.3f}, AdamW {run('AdamW'):.3f}")

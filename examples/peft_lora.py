@@ -1,4 +1,4 @@
-"""peft: LoRA on a small Llama, by PathMuon and by AdamW. Nothing is downloaded.
+"""peft: LoRA on a small Llama, by BalancedMuon and by AdamW. Nothing is downloaded.
 
 All weights are trained on the bytes of one Python module first; then LoRA, whose matrices B are zero at the
 start, adapts the model to another.
@@ -57,12 +57,12 @@ config = LlamaConfig(
 example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
 torch.manual_seed(0)
 base = LlamaForCausalLM(config)
-train(base, pathsgd.PathMuon(base, example), read(argparse)[0])
+train(base, pathsgd.BalancedMuon(base, example), read(argparse)[0])
 
 train_rows, test_rows = read(tarfile)
 model = add_lora(base)
-path_muon = compute_loss(train(model, pathsgd.PathMuon(model, example), train_rows), test_rows)
+balanced_muon = compute_loss(train(model, pathsgd.BalancedMuon(model, example), train_rows), test_rows)
 model = add_lora(base)
 adamw = compute_loss(train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), train_rows), test_rows)
 before = compute_loss(base, test_rows)
-print(f"test loss: PathMuon {path_muon:.3f}, AdamW {adamw:.3f}, before {before:.3f}")
+print(f"test loss: BalancedMuon {balanced_muon:.3f}, AdamW {adamw:.3f}, before {before:.3f}")

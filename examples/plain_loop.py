@@ -1,4 +1,4 @@
-"""A plain training loop: a convolutional network on digits, by PathMuon and by AdamW.
+"""A plain training loop: a convolutional network on digits, by BalancedMuon and by AdamW.
 
 python examples/plain_loop.py
 """
@@ -39,7 +39,7 @@ def train(model, optimizer):
 
 
 model = make_model()
-path_muon = train(model, pathsgd.PathMuon(model, train_x[:1]))  # the line that differs
+balanced_muon = train(model, pathsgd.BalancedMuon(model, train_x[:1]))  # the line that differs
 model = make_model()
 adamw = train(model, torch.optim.AdamW(model.parameters(), lr=3e-2))
-print(f"test loss: PathMuon {path_muon:.3f}, AdamW {adamw:.3f}")
+print(f"test loss: BalancedMuon {balanced_muon:.3f}, AdamW {adamw:.3f}")

@@ -1,5 +1,5 @@
 """FSDP2 as in torchtitan: a GPT is made on the meta device, sharded by block and then initialised. Gradients
-are clipped, lr follows a schedule, and halfway the training is saved by DCP and resumed. By PathMuon and
+are clipped, lr follows a schedule, and halfway the training is saved by DCP and resumed. By BalancedMuon and
 by AdamW.
 
 torchrun --nproc-per-node 2 examples/torchtitan_style.py
@@ -129,7 +129,7 @@ def main():
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     held_out = torch.arange(len(rows)) % 10 == 0
     makers = {
-        "PathMuon": lambda model: pathsgd.PathMuon(model, rows[:1]),
+        "BalancedMuon": lambda model: pathsgd.BalancedMuon(model, rows[:1]),
         "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-2),
     }
     losses = {}
@@ -140,7 +140,7 @@ def main():
         if dist.get_rank() == 0:
             shutil.rmtree(folders[0])
     if dist.get_rank() == 0:
-        print(f"test loss: PathMuon {losses['PathMuon']:.3f}, AdamW {losses['AdamW']:.3f}")
+        print(f"test loss: BalancedMuon {losses['BalancedMuon']:.3f}, AdamW {losses['AdamW']:.3f}")
     dist.destroy_process_group()
 
 

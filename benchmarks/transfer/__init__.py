@@ -4,11 +4,11 @@
     python -m benchmarks.transfer plan rates jobs.json
     python -m benchmarks.transfer run jobs.json OUT --data DATA --workers 14
     cat OUT/records.jsonl >> results/transfer/records.jsonl           # the next stage starts from these
-    python -m benchmarks.transfer plan seeds jobs.json                # also: path-rates, rebalanced
+    python -m benchmarks.transfer plan seeds jobs.json                # also: around-default, rebalanced
     python -m benchmarks.transfer table
     python -m benchmarks.transfer figure
-    python -m benchmarks.transfer summary OUT                         # of the stages balance and ablations
+    python -m benchmarks.transfer summary OUT                         # of the stage balance
 
-networks and tasks, methods and muon -> train (one job) -> run (many jobs on one GPU) -> records -> table,
-verdicts, figure, summary. plan writes jobs, pack the images; ablations lists the variants of BalancedMuon.
+networks and tasks, methods -> train (one job) -> run (many jobs on one GPU) -> records -> table, verdicts,
+figure, summary. plan writes jobs, pack the images. Records of removed optimizers can be read, not run again.
 """

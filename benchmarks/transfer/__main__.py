@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument(
         "--networks", nargs="+", choices=list(NETWORKS), metavar="NETWORK",
-        help="all of them; four for more than five epochs, eight for balance and ablations",
+        help="all of them; four for more than five epochs, eight for balance",
     )  # fmt: skip
     command.add_argument("--methods", nargs="+", default=[], metavar="METHOD")
     command.add_argument("--starts", nargs="+", default=None, type=_start, metavar="START")
@@ -53,12 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--device", choices=("cpu", "cuda"))
     command.add_argument("--in-order", action="store_true", help="not the longest jobs first")
 
-    for name, does in (("table", "write the tables"), ("figure", "draw the curves over the rate")):
-        command = commands.add_parser(name, help=does)
+    for name, text in (("table", "write the tables"), ("figure", "draw the curves over the rate")):
+        command = commands.add_parser(name, help=text)
         command.add_argument("records", type=Path, nargs="*", default=[RESULTS])
         command.add_argument("--into", type=Path, default=RESULTS)
 
-    command = commands.add_parser("summary", help="print what the stages balance and ablations found")
+    command = commands.add_parser("summary", help="print the tables of the stage balance and of ablations")
     command.add_argument("records", type=Path, nargs="+")
 
     options = parser.parse_args(arguments)

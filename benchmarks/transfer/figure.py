@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .methods import LABELS, RELATIVE
+from .methods import LABELS
 from .networks import NETWORKS
 from .records import Cell, Cells, cells_of
 from .train import Record
 
-HIGHEST = 2.0  # times the best of a network; what is above, or diverged, is drawn there
+MAX_RATIO = 2.0  # to the best of a network; what is above, or diverged, is drawn there
+OURS = ("path-adam", "path-muon", "balanced-muon", "relative-muon", "relative-adam")
 MAPS = {
     "MLP": "Blues",
     "VGG": "Oranges",
@@ -37,17 +38,13 @@ def draw_figure(records: Sequence[Record], into: Path, epochs: int = 5) -> Path:
     if not methods:
         raise ValueError("no method was recorded at three rates or more: there is no curve to draw")
     # What ours were not run on at several rates would make the panels of the others alone look worse.
-    ours = [LABELS[name] for name in RELATIVE if LABELS[name] in methods]
+    ours = [LABELS[name] for name in OURS if LABELS[name] in methods]
     cells = {k: c for k, c in cells.items() if all(_is_curve(cells.get((k[0], m, *k[2:]), [])) for m in ours)}
     columns = min(5, len(methods))
     lines = -(-len(methods) // columns)
+    size = (3.2 * columns, 2.8 * lines + 1.5)
     figure, axes = plt.subplots(
-        lines,
-        columns,
-        figsize=(3.2 * columns, 2.8 * lines + 1.5),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+        lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
     colours = _colours(plt)
     shown: dict[str, Any] = {}
@@ -98,8 +95,8 @@ def _draw_panel(axis: Any, cells: Cells, method: str, colours: dict[str, Any]) -
         )
         points: dict[float, float] = {}
         for cell in group:
-            value = HIGHEST if cell.values[0] is None else min(HIGHEST, cell.values[0] / best)
-            points[cell.rate] = min(value, points.get(cell.rate, HIGHEST))
+            value = MAX_RATIO if cell.values[0] is None else min(MAX_RATIO, cell.values[0] / best)
+            points[cell.rate] = min(value, points.get(cell.rate, MAX_RATIO))
         x, y = list(points), list(points.values())
         label = NETWORKS[network].label
         (lines[network],) = axis.plot(x, y, color=colours[network], label=label, marker=".", linewidth=1.2)
@@ -108,6 +105,6 @@ def _draw_panel(axis: Any, cells: Cells, method: str, colours: dict[str, Any]) -
         for cell in group:
             if cell.lr is None:
                 axis.axvline(cell.rate, color="black", linewidth=0.6, linestyle=":")
-    axis.set(xscale="log", title=method, xlabel="learning rate", ylim=(0.97, HIGHEST + 0.03))
+    axis.set(xscale="log", title=method, xlabel="learning rate", ylim=(0.97, MAX_RATIO + 0.03))
     axis.grid(alpha=0.2)
     return lines

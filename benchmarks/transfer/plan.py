@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .ablations import variants
-from .methods import LABELS, PLAIN, RELATIVE, default_rate, label
+from .methods import AT_DEFAULT, LABELS, PLAIN, default_rate, label
 from .networks import NETWORKS
 from .records import Cell, Cells, best_rate, cells_of
 from .train import Job, Record, parse_start
@@ -25,7 +24,7 @@ EIGHT = (*LONG, "digits-rnn", "digits-vit", "resnet-plain", "mixer-128")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a stage is planned for.
+    """The runs that a stage is planned for.
 
     Attributes:
         networks: their names.
@@ -70,15 +69,8 @@ def plan_rates(setting: Setting) -> Iterator[Job]:
                 known = setting.best(network, method, start)
                 if setting.epochs > 5 and known is not None:
                     rates = _neighbours(known.rate)
-                for lr in rates:
-                    yield Job(
-                        network,
-                        _with_adamw_rate(setting, network, method, start),
-                        lr,
-                        start,
-                        0,
-                        setting.epochs,
-                    )
+                name = _with_adamw_rate(setting, network, method, start)
+                yield from (Job(network, name, lr, start, 0, setting.epochs) for lr in rates)
 
 
 def _neighbours(rate: float) -> Sequence[float]:
@@ -94,14 +86,10 @@ def _with_adamw_rate(setting: Setting, network: str, method: str, start: str) ->
     return f"muon:adamw_lr={3e-3 if best is None else best.rate:g}"
 
 
-def plan_path_rates(setting: Setting) -> Iterator[Job]:
-    """The relative methods around their default, for the curves over the rate."""
-    for method in setting.chosen(tuple(RELATIVE)):
-        try:
-            default = default_rate(method)
-        except (AttributeError, KeyError) as missing:
-            print(f"left out: {method} ({missing})", file=sys.stderr)
-            continue
+def plan_around_default(setting: Setting) -> Iterator[Job]:
+    """Methods that have one default rate at rates around it, for the curves over the rate."""
+    for method in setting.chosen(AT_DEFAULT):
+        default = default_rate(method)
         for network in setting.networks:
             for start in setting.starts:
                 for factor in FACTORS:
@@ -110,11 +98,11 @@ def plan_path_rates(setting: Setting) -> Iterator[Job]:
 
 
 def plan_seeds(setting: Setting) -> Iterator[Job]:
-    """Plain optimizers at their best rate and the relative ones at their default, three times."""
+    """Plain optimizers at their best rate, the others at their default, three times."""
     for network in setting.networks:
         for start in setting.starts:
-            for method in setting.chosen((*PLAIN, *RELATIVE)):
-                if method.partition(":")[0] in RELATIVE:
+            for method in setting.chosen((*PLAIN, *AT_DEFAULT)):
+                if method.partition(":")[0] in AT_DEFAULT:
                     yield from (Job(network, method, None, start, seed, setting.epochs) for seed in SEEDS)
                     continue
                 best = setting.best(network, method, start)
@@ -125,8 +113,8 @@ def plan_seeds(setting: Setting) -> Iterator[Job]:
 
 
 def plan_rebalanced(setting: Setting) -> Iterator[Job]:
-    """``balance`` once and then a plain optimizer, or a relative one on weights."""
-    methods = setting.chosen((*PLAIN, "relative-adam", "relative-muon"))
+    """``balance`` once and then a plain optimizer."""
+    methods = setting.chosen(tuple(PLAIN))
     again = Setting(
         setting.networks, methods, [f"{start}+balance" for start in ("balanced", "unbalanced")],
         setting.epochs, setting.cells,
@@ -135,18 +123,18 @@ def plan_rebalanced(setting: Setting) -> Iterator[Job]:
 
 
 def plan_other_rates(setting: Setting) -> Iterator[Job]:
-    """The paper's Path-SGD and Adam on z, as they are, over a grid."""
+    """PathSGD and PathNormalized over a grid."""
     methods = setting.chosen(("path-sgd", "path-adamw-plain"))
     yield from plan_rates(Setting(setting.networks, methods, setting.starts, setting.epochs, setting.cells))
 
 
 def plan_balance(setting: Setting) -> Iterator[Job]:
-    """PathMuon and BalancedMuon at their defaults, from starts without ``balance``; AdamW and Muon from every
-    start at the best rate of the balanced one."""
+    """BalancedMuon at its default, from starts without ``balance``; AdamW and Muon from every start, at the
+    best rate of the balanced one."""
     for network in setting.networks:
-        for method in setting.chosen(("path-muon", "balanced-muon", "adamw", "muon")):
+        for method in setting.chosen(("balanced-muon", "adamw", "muon")):
             starts, name, lr = setting.starts, method, None
-            if method.partition(":")[0] in RELATIVE:
+            if method.partition(":")[0] in AT_DEFAULT:
                 starts = [start for start in starts if parse_start(start)[1] is None]
             else:
                 best = setting.best(network, method, "balanced")
@@ -158,21 +146,13 @@ def plan_balance(setting: Setting) -> Iterator[Job]:
                 yield from (Job(network, name, lr, start, seed, setting.epochs) for seed in SEEDS)
 
 
-def plan_ablations(setting: Setting) -> Iterator[Job]:
-    """BalancedMuon at its default and every variant of it, twice."""
-    for method in setting.methods or tuple(variants()):
-        for network in setting.networks:
-            yield from (Job(network, method, None, "balanced", seed, setting.epochs) for seed in SEEDS[:2])
-
-
 STAGES = {
     "rates": plan_rates,
-    "path-rates": plan_path_rates,
+    "around-default": plan_around_default,
     "seeds": plan_seeds,
     "rebalanced": plan_rebalanced,
     "other-rates": plan_other_rates,
     "balance": plan_balance,
-    "ablations": plan_ablations,
 }
-AFRESH = ("balance", "ablations")
-"""Compared among themselves, so what was recorded before is run again; of EIGHT by default."""
+AFRESH = ("balance",)
+"""Stages compared among themselves, so what was recorded before is run again; of EIGHT by default."""

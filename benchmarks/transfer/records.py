@@ -17,15 +17,15 @@ FILE = "records.jsonl"
 
 def read_records(places: Iterable[Path]) -> list[Record]:
     """All records of files and folders; of those of the same job the last that did not fail."""
-    found: dict[Job, Record] = {}
+    by_job: dict[Job, Record] = {}
     for place in places:
         for path in sorted(place.glob("*.jsonl")) if place.is_dir() else [place]:
             for line in path.read_text().splitlines() if path.exists() else []:
                 record = json.loads(line)
                 job = job_of(record)
-                if "failure" not in record or job not in found:
-                    found[job] = record
-    return list(found.values())
+                if "failure" not in record or job not in by_job:
+                    by_job[job] = record
+    return list(by_job.values())
 
 
 def job_of(record: Record) -> Job:

@@ -1,4 +1,4 @@
-"""BalancedMuon against PathMuon, ``balance`` before AdamW and Muon, and the ablations, from records."""
+"""BalancedMuon against PathMuon, ``balance`` before AdamW and Muon, and recorded ablations, as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from .ablations import METHOD, name_of
 from .methods import LABELS, label
 from .networks import NETWORKS
 from .records import Cell, cells_of
@@ -14,12 +13,24 @@ from .table import TITLES, markdown, result, select
 from .train import Record
 from .verdicts import Rows
 
-DEVIATIONS = 2
+MAX_DEVIATIONS = 2
+METHOD = "balanced-muon"
+VARIANTS = {
+    "growth=0.0": "no growth",
+    "set=pathsgd.muon.upkeep.MOST=1.0": "no upkeep",
+    "set=pathsgd.optim.relative.depth.SHALLOW=1e9": "no depth rule in a region",
+    "set=pathsgd.optim.relative.depth.SHALLOW_NETWORK=1e9": "no depth rule across norms",
+    "set=pathsgd.optim.relative.sizes.SMALL=1e-9": "no catching up",
+    "set=pathsgd.optim.relative.sizes.SHARE=0.01": "SHARE 0.01",
+    "set=pathsgd.muon.balanced_muon.NOISE=0.0": "no noise bound",
+    "set=pathsgd.optim.relative.blocks.MOST=0": "rows of one matrix together",
+}
+"""Options of BalancedMuon in recorded ablations, each with one thing changed: its name in the table."""
 OURS, RIVAL = LABELS["balanced-muon"], LABELS["path-muon"]
 USUAL = (LABELS["adamw"], LABELS["muon"])
 HEAD = f"""Validation error in percent (CIFAR-10) or loss in nats (text, digits): mean ± standard deviation
 over seeds; in brackets a rate that is not the default. Verdicts: yes if the mean is lower, or higher by at
-most {DEVIATIONS} standard deviations, pooled over both sets of seeds; in brackets the difference in these."""
+most {MAX_DEVIATIONS} standard deviations, pooled over both sets of seeds; in brackets the difference."""
 
 
 def summarize(records: Sequence[Record]) -> str:
@@ -48,8 +59,8 @@ def _results(rows: dict[str, Rows]) -> str:
     columns = [
         (method, start)
         for method in (RIVAL, OURS, *USUAL)
-        for start, found in rows.items()
-        if any(method in row for row in found.values())
+        for start, by_network in rows.items()
+        if any(method in row for row in by_network.values())
     ]
     lines = []
     for network in _networks(rows):
@@ -59,7 +70,7 @@ def _results(rows: dict[str, Rows]) -> str:
 
 
 def _networks(rows: dict[str, Rows]) -> list[str]:
-    return [network for network in NETWORKS if any(network in found for found in rows.values())]
+    return [network for network in NETWORKS if any(network in by_network for by_network in rows.values())]
 
 
 def _verdicts(rows: dict[str, Rows]) -> str:
@@ -67,7 +78,7 @@ def _verdicts(rows: dict[str, Rows]) -> str:
     starts = ("balanced", "unbalanced")
     claims = {f"{OURS} as good as {RIVAL}, {' and '.join(starts)}": [((OURS, s), (RIVAL, s)) for s in starts]}
     for method in USUAL:
-        for start in (s for s, found in rows.items() if found and s.startswith("unbalanced+balance")):
+        for start in (s for s, row in rows.items() if row and s.startswith("unbalanced+balance")):
             claims[f"{method} from {start} as good as from balanced"] = [
                 ((method, start), (method, "balanced"))
             ]
@@ -88,7 +99,7 @@ def _verdicts(rows: dict[str, Rows]) -> str:
 
 
 def _state(apart: Sequence[float]) -> str:
-    word = "yes" if all(a <= DEVIATIONS for a in apart) else "no"
+    word = "yes" if all(a <= MAX_DEVIATIONS for a in apart) else "no"
     return f"{word} ({'; '.join(f'{a:+.1f}' for a in apart)})"
 
 
@@ -121,7 +132,8 @@ def _ablations(records: Sequence[Record], epochs: int) -> str:
         changes = [relative_change(values, network, method) for network in networks]
         known = [change for change in changes if change is not None]
         mean = statistics.fmean(known) if known else None
-        lines.append([name_of(method) or label(method), *map(_percent, [*changes, mean])])
+        name = VARIANTS.get(method.partition(":")[2], label(method))
+        lines.append([name, *map(_percent, [*changes, mean])])
     noise = [_noise([*values[network, METHOD].values()]) for network in networks]
     lines.append(["one standard deviation of the default", *noise, ""])
     head = "Change against the default in percent, over the same seeds; positive is worse."

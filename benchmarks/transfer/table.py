@@ -49,9 +49,9 @@ def render(records: Sequence[Record]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _order(found: set[str]) -> list[str]:
-    known = [name for name in LABELS.values() if name in found]
-    return known + sorted(found - set(known))
+def _order(labels: set[str]) -> list[str]:
+    known = [name for name in LABELS.values() if name in labels]
+    return known + sorted(labels - set(known))
 
 
 def _head(records: Sequence[Record]) -> str:

@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Task(Protocol):
-    """What one epoch of training and the validation after it see."""
+    """Data of an epoch of training and of the validation after it."""
 
     steps: int
     metric: str
@@ -146,9 +146,9 @@ def digits(device: str) -> Images:
     """sklearn's 1797 digits of 8x8, 360 of them held out. The loss tells more than the few errors."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    x = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    y = torch.tensor(found.target)
+    data = load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    y = torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     x = (x - x[360:].mean()) / x[360:].std()

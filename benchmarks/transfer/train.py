@@ -16,7 +16,7 @@ from torch import nn
 
 import pathsgd
 
-from .methods import constants_set, make_optimizer, needs_paths
+from .methods import make_optimizer, needs_paths
 from .networks import NETWORKS
 from .step import CapturedStep, TrainingStep
 from .tasks import Task, load_task
@@ -29,7 +29,7 @@ STARTS = ("balanced", "unbalanced", "balanced+balance", "unbalanced+balance")
 
 @dataclass(frozen=True)
 class Job:
-    """What is run.
+    """One training run.
 
     Attributes:
         network: a name of NETWORKS.
@@ -74,8 +74,7 @@ def run_job(
         task = load_task(NETWORKS[job.network].task, folder, device)
         if steps is not None:
             task = task.shortened(steps)
-        with constants_set(job.method) as changed:
-            record |= train(job, task, device, deadline, trace_anew=changed)
+        record |= train(job, task, device, deadline)
     except OutOfTime:
         raise
     except Exception as error:  # a job must not take the others with it
@@ -86,17 +85,15 @@ def run_job(
     return record
 
 
-def train(
-    job: Job, task: Task, device: str, deadline: float = math.inf, *, trace_anew: bool = False
-) -> Record:
-    """Trains and validates. A graph traced anew keeps nothing from other jobs, nor for them."""
+def train(job: Job, task: Task, device: str, deadline: float = math.inf) -> Record:
+    """Trains and validates."""
     began = time.perf_counter()
     torch.manual_seed(job.seed)
     model = NETWORKS[job.network].build().to(device)
     generator = torch.Generator(device).manual_seed(1000 + job.seed)
     paths = None
     if needs_paths(job.method) or job.start != "balanced":
-        paths = _trace(job.network, task, anew=trace_anew)
+        paths = _trace(job.network, task)
     set_start(model, paths, job.start)
     optimizer = make_optimizer(job.method, model, paths, job.lr)
     rate = float(optimizer.param_groups[0]["lr"])
@@ -136,19 +133,18 @@ def _traced(network: str, shape: tuple[int, ...], dtype: torch.dtype, device: st
     return pathsgd.trace(model, torch.zeros(shape, dtype=dtype, device=device))
 
 
-def _trace(network: str, task: Task, *, anew: bool = False) -> pathsgd.PathGraph:
-    """Once in a process: a graph knows parameters by name, so it serves every copy of a network."""
+def _trace(network: str, task: Task) -> pathsgd.PathGraph:
+    """Traces once in a process: a graph knows parameters by name, so it serves every copy of a network."""
     x = task.example
-    traced = _traced.__wrapped__ if anew else _traced
-    return traced(network, tuple(x.shape), x.dtype, str(x.device))
+    return _traced(network, tuple(x.shape), x.dtype, str(x.device))
 
 
 def parse_start(start: str) -> tuple[str, dict[str, float] | None]:
-    """What comes before ``+balance``, and the orders that ``balance`` is called with; None without it."""
-    found = re.fullmatch(r"(balanced|unbalanced)(\+balance(?:\(([^,]+),([^,]+)\))?)?", start)
-    if found is None:
+    """The word before ``+balance``, and the orders that ``balance`` is called with; None without it."""
+    match = re.fullmatch(r"(balanced|unbalanced)(\+balance(?:\(([^,]+),([^,]+)\))?)?", start)
+    if match is None:
         raise ValueError(f"there is no start {start!r}; there are {', '.join(STARTS)}, +balance(p,q)")
-    weights, balance, p, q = found.groups()
+    weights, balance, p, q = match.groups()
     if balance is None:
         return weights, None
     return weights, {} if p is None else {"p": float(p), "q": float(q)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pathsgd
-from pathsgd.console.networks import GPT, small_image_resnet
+from benchmarks.networks import GPT, small_image_resnet
 from pathsgd.geometry import captured_norm
 from pathsgd.geometry.captured_norm import WARM_UP, CapturedNorm
 from support.networks import NETWORKS, Mlp, Transformer, build

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.networks import stack
 from pathsgd import trace
 from pathsgd._torch import get_cudnn_benchmark
-from pathsgd.console.networks import stack
 from pathsgd.geometry.precision import full_precision
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.console.networks import ResNet
+from benchmarks.networks import ResNet
 
 
 class Mlp(nn.Sequential):

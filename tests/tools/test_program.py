@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
@@ -33,8 +32,6 @@ def test_every_command_prints_its_options_and_an_example(name, capsys):
     assert f"usage: pathsgd {name} " in printed
     assert f"\n  pathsgd {name}" in printed
     assert all(len(line) <= 120 for line in printed.splitlines())
-    module, _ = pathsgd_entry_point.COMMANDS[name]
-    assert callable(importlib.import_module(module).main)
 
 
 def test_the_commands_are_listed_without_torch():
@@ -53,21 +50,19 @@ sys.exit(code)
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
     wrong = run_python(program, "trian")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of reproduce, ")
+    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect, ")
     assert wrong.stderr.count("\n") == 1
-
-
-def test_without_tyro_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "pathsgd.console.command_line", raising=False)
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    assert cli.main(["bench"]) == 1
-    assert capsys.readouterr().err == "pathsgd: the command line needs tyro: pip install 'pathsgd[cli]'\n"
+    study = run_python(program, "sweep")
+    assert study.returncode == 2
+    assert study.stderr == (
+        "pathsgd: the study is run from a clone of the repository: python -m study sweep\n"
+    )
 
 
 def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pathsgd_entry_point", "train"], text=True,
+        [sys.executable, "-m", "pathsgd_entry_point", "bench"], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SRC)])},
     )  # fmt: skip
@@ -81,11 +76,13 @@ def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["train", "--hiden", "3"], "--hidden"),
-        (["train", "--epochs", "many"], "--epochs"),
-        (["train", "--init", "odd"], "powers-of-two"),
-        (["sweep", "--preset"], "--preset"),
         (["inspect"], "TARGET"),
+        (["inspect", "models:mlp", "--p", "two"], "--p"),
+        (["inspect", "models:mlp", "--arguments", "{width: 3}"], "is no JSON"),
+        (["inspect", "models:mlp", "--input-shape", "1,x"], "as in 1,3,32,32, not '1,x'"),
+        (["inspect", "models:mlp", "--input-dtype", "nn"], "another dtype of torch, not 'nn'"),
+        (["inspect", "models:mlp", "--batch-dim", "x"], "--batch-dim"),
+        (["bench", "models:mlp", "--methods", "PathSDG"], "'PathSGD'"),
     ],
 )
 def test_a_wrong_option_is_named(arguments, part, capsys):
@@ -99,13 +96,12 @@ def test_a_wrong_option_is_named(arguments, part, capsys):
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device", "/some/file"), 1, "/some/file: No space left on device"),
-        (OSError("one\ntwo"), 1, "one two"),
     ],
 )
 def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code, line):
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr("pathsgd.bench.bench_command.main", fail)
+    monkeypatch.setattr("pathsgd.cli.bench.main", fail)
     assert cli.main(["bench"]) == code
     assert capsys.readouterr().err == f"pathsgd: {line}\n"

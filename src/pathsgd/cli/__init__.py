@@ -1,6 +1,6 @@
 """Runs one command of the program ``pathsgd``, and turns errors into one line and an exit code.
 
-0: done. 1: the command failed, or what it trained diverged. 2: the options are wrong. 130: interrupted.
+0: done. 1: the command failed. 2: the options are wrong. 130: interrupted. 141: nobody reads the output.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from pathsgd.errors import PathError
 from pathsgd_entry_point import COMMANDS, answer
-
-RESUMABLE = ("reproduce", "sweep", "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,12 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        resumes = "; the same command resumes" if arguments[0] in RESUMABLE else ""
-        return _fail(f"interrupted{resumes}", 130)
-    except ModuleNotFoundError as error:
-        if error.name != "tyro":
-            raise
-        return _fail("the command line needs tyro: pip install 'pathsgd[cli]'")
+        return _fail("interrupted", 130)
     except PathError as error:
         return _fail(str(error))
     except OSError as error:
@@ -54,7 +47,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int = 1) -> int:
     print(f"pathsgd: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The measurements as a figure: one panel of networks, and one for each sweep."""
+"""Draws the numbers of step_cost: one panel of networks, and one for each sweep."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pathsgd.bench.measure import Row
-from pathsgd.bench.methods import METHODS, SWEPT
-from pathsgd.console.optional_imports import import_optional
+from matplotlib.figure import Figure
+
+from .step_cost import BESIDE, SWEPT, Row
 
 AXES = {"batch": "batch size, 784-4000-4000-10", "width": "width of 784-w-w-10", "depth": "layers of 1024"}
 STYLES = dict(zip(SWEPT, (("0.4", "o", "-"), ("C0", "s", "-"), ("C1", "^", "--")), strict=True))
 """Colour, marker, line, which differ in grey, too."""
 MARKERS, SHADES = "os^Dv<>ph", ("0.0", "0.5", "0.75")
-"""Of networks."""
-TOP = 2.6
-"""Of the axes of a sweep; ratios above it are written there."""
+"""Marks of networks."""
+MAX_RATIO = 2.6
+"""Upper end of the axes of a sweep; larger ratios are written there."""
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     studies = [study for study in AXES if any(row.study == study for row in rows)]
-    figure = import_optional("matplotlib.figure", "drawing").Figure(
-        figsize=(11, 7.5 if studies else 4.2), layout="constrained"
-    )
+    figure = Figure(figsize=(11, 7.5 if studies else 4.2), layout="constrained")
     top, *bottom = figure.subfigures(2 if studies else 1, 1, squeeze=False)[:, 0]
     _draw_networks(top.subplots(), [row for row in rows if row.study == "networks"])
     if studies:
@@ -40,18 +38,19 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
     """A line for each method, a mark on it for each network."""
     nets = list(dict.fromkeys((row.net, row.precision) for row in rows))
-    methods = [
-        name for name, own in METHODS.items() if own.beside != name and name in {r.method for r in rows}
-    ]
+    measured = {row.method for row in rows}
+    methods = [name for name, beside in BESIDE.items() if beside != name and name in measured]
     for k, (net, precision) in enumerate(nets):
         marker, shade = MARKERS[k % len(MARKERS)], SHADES[k // 2 % len(SHADES)]
-        own = [row for row in rows if (row.net, row.precision) == (net, precision) and row.method in methods]
-        if not own:
+        marks = [
+            row for row in rows if (row.net, row.precision) == (net, precision) and row.method in methods
+        ]
+        if not marks:
             continue
-        places = [methods.index(row.method) for row in own]
-        label = f"{net}, {precision}, batch {own[0].batch}"
+        places = [methods.index(row.method) for row in marks]
+        label = f"{net}, {precision}, batch {marks[0].batch}"
         axes.plot(
-            [row.ratio for row in own], places, marker, color=shade, markersize=5, label=label,
+            [row.ratio for row in marks], places, marker, color=shade, markersize=5, label=label,
             markerfacecolor="none" if shade == "0.0" and marker == "s" else shade,
         )  # fmt: skip
     axes.axvline(1, color="black", linewidth=0.8)
@@ -71,18 +70,18 @@ def _draw_networks(axes: Any, rows: Sequence[Row]) -> None:
 
 def _draw_sweep(axes: Any, rows: Sequence[Row], label: str) -> None:
     for method, (colour, marker, line) in STYLES.items():
-        own = sorted((row for row in rows if row.method == method), key=lambda row: row.at)
+        points = sorted((row for row in rows if row.method == method), key=lambda row: row.at)
         axes.plot(
-            [row.at for row in own], [min(row.ratio, TOP) for row in own], color=colour, marker=marker,
-            linestyle=line, markersize=4, label=method,
+            [row.at for row in points], [min(row.ratio, MAX_RATIO) for row in points], color=colour,
+            marker=marker, linestyle=line, markersize=4, label=method,
         )  # fmt: skip
-        for row in own:
-            if row.ratio > TOP:
-                axes.text(row.at, TOP, f"{row.ratio:.1f}\u2191 ", ha="right", va="center", fontsize=8)
+        for row in points:
+            if row.ratio > MAX_RATIO:
+                axes.text(row.at, MAX_RATIO, f"{row.ratio:.1f}\u2191 ", ha="right", va="center", fontsize=8)
     axes.set_xscale("log", base=2)
     ticks = sorted({row.at for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7)
     axes.set_xlabel(label)
-    axes.set_ylim(0.9, TOP + 0.05)
+    axes.set_ylim(0.9, MAX_RATIO + 0.05)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,0 @@
-"""``pathsgd bench``: the time of a training step, beside torch's optimizers."""

@@ -1,0 +1,172 @@
+"""``pathsgd inspect``: prints the path graph, path norm and imbalance of a model, as tables or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pathsgd import Imbalance, PathGraph, imbalance
+from pathsgd.cli.user_model import load_model, make_inputs, make_parser, trace_model
+
+ABOUT = """\
+Prints a model as the library sees it. The model is not changed.
+
+the graph    what pathsgd.trace finds: which parameters lie on paths and which fall back to gamma = 1,
+             and where and why a region of paths ends
+log phi_p    the natural logarithm of the path norm, finite at any depth; one for each region. Rescaling
+             does not change it
+mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance(q=inf). Their
+             ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
+             norm
+the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
+             and their imbalance
+
+The imbalance of a unit is -log2 of the factor that balance would multiply it by: the network is its balanced
+equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights into the unit
+are 32 times too large, and those out of it 32 times too small.
+
+Importing a module runs the code in it, so inspect code you trust. Weights are read by
+torch.load(weights_only=True), which runs none.
+
+examples:
+  pathsgd inspect mypkg.models:resnet --input-shape 1,3,32,32
+  pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt --json
+"""
+LEGEND = """\
+norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
+from the balanced network; 0 is balanced, - is a layer without units that can be rescaled."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("inspect", ABOUT)
+    parser.add_argument("--p", type=float, default=2.0, help="order of the norms, from 1 to inf")
+    options = parser.parse_args(arguments)
+    # What the user's code prints must not end up in the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        model = load_model(options)
+        inputs = make_inputs(options, model)
+        graph = trace_model(options, model, inputs)
+    if not options.json:
+        print(graph, end="\n\n", flush=True)
+    measured = imbalance(model, graph, options.p, math.inf)
+    if options.json:
+        shapes = [{"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in inputs]
+        report = {"target": options.target, "inputs": shapes, **to_json(graph, measured)}
+        print(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        print("\n".join([*_network_table(measured), "", *_layer_table(measured)]))
+    return 0
+
+
+def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list[str]:
+    """Returns rows as lines, each column aligned to its side; with a rule below the first row.
+
+    >>> print("\\n".join(align([("net", "us"), ("small", "7")], "<>", rule=True)))
+    net    us
+    ---------
+    small   7
+    """
+    widths = [max(len(row[k]) for row in rows) for k in range(len(sides))]
+    lines = [
+        "  ".join(f"{cell:{side}{n}}" for cell, side, n in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines
+
+
+def _network_table(measured: Imbalance) -> list[str]:
+    phi_p, mu = f"phi_{measured.p:g}", f"mu_{{{measured.p:g},inf}}"
+    rows = []
+    for region, log_phi in measured.log_phi.items():
+        which = f" of region {region}" if len(measured.log_phi) > 1 else ""
+        phi = _exponential(log_phi)
+        in_floats = "beyond floats" if phi is None else f"{phi_p} = {phi:.6g}"
+        rows.append((f"log {phi_p}{which}", f"{log_phi:.6g}", in_floats))
+    if not rows:
+        rows.append((f"log {phi_p}", "-", "no parameter lies on a path"))
+    at = next((layer for layer in measured.layers if layer.norm and layer.norm.largest == measured.mu), None)
+    rows.append((mu, f"{measured.mu:.6g}", f"at {_title(at.owners)}" if at else ""))
+    rows.append((f"{mu} balanced", f"{measured.mu_balanced:.6g}", "the least that rescaling can make it"))
+    if measured.ratio is not None:
+        rows.append(("ratio", f"{measured.ratio:.6g}", "1 where no rescaling makes mu smaller"))
+    return align(rows, "<<<")
+
+
+def _layer_table(measured: Imbalance) -> list[str]:
+    if not measured.layers:
+        return ["No layer has weights on paths."]
+    rows = [("layer", "region", "units", "norm: min", "median", "max", "imbalance: min", "median", "max")]
+    for layer in measured.layers:
+        units = str(layer.units)
+        if 0 < layer.rescalable < layer.units:
+            units = f"{layer.rescalable} of {layer.units}"
+        region = "-" if layer.region is None else str(layer.region)
+        norm = _spread_cells(layer.norm, lambda x: f"{x:.4g}")
+        octaves = _spread_cells(layer.imbalance, format_octaves)
+        rows.append((_title(layer.owners), region, units, *norm, *octaves))
+    return [*align(rows, "<" + ">" * 8, rule=True), "", LEGEND]
+
+
+def format_octaves(x: float) -> str:
+    """
+    >>> format_octaves(5.0), format_octaves(-0.25), format_octaves(-1e-7)
+    ('+5.00', '-0.25', '0')
+    """
+    text = f"{x:+.2f}"
+    return "0" if float(text) == 0 else text
+
+
+def _spread_cells(spread: Any, text: Callable[[float], str]) -> tuple[str, str, str]:
+    if spread is None:
+        return "-", "-", "-"
+    return text(spread.smallest), text(spread.median), text(spread.largest)
+
+
+def _title(owners: tuple[str, ...]) -> str:
+    """Any one of the owners names the units; two are enough to see that there are several."""
+    more = len(owners) - 2
+    return " + ".join(owners[:2]) + (f" + {more} more" if more > 0 else "")
+
+
+def _exponential(log_phi: float) -> float | None:
+    """Returns phi itself, where it is a normal number of fp64."""
+    if log_phi == -math.inf:
+        return 0.0
+    return math.exp(log_phi) if -708 < log_phi < 709 else None
+
+
+def to_json(graph: PathGraph, measured: Imbalance) -> dict[str, Any]:
+    """Returns all that the report and the tables say. The logarithm of a phi of 0 is null, as is a phi beyond
+    floats."""
+    numbers = {region: k for k, region in enumerate(graph.parameter_regions())}
+    parameters = [
+        {
+            **asdict(info),
+            "status": info.status.value,
+            "path_normalised": info.normalised,
+            "regions": [numbers[region] for region in info.regions],
+        }
+        for info in graph.parameters.values()
+    ]
+    ends = dict.fromkeys((numbers.get(graph.regions[node]), at, why) for node, at, why in graph.boundaries)
+    return {
+        "model": graph.model,
+        "p": measured.p if math.isfinite(measured.p) else "inf",
+        "regions": len(numbers),
+        "parameters": parameters,
+        "ends": [{"region": region, "at": at, "reason": why} for region, at, why in ends],
+        "notes": list(graph.notes),
+        "phi": [
+            {"region": k, "log_phi": x if math.isfinite(x) else None, "phi": _exponential(x)}
+            for k, x in measured.log_phi.items()
+        ],
+        "mu": measured.mu,
+        "mu_balanced": measured.mu_balanced,
+        "ratio": measured.ratio,
+        "layers": [asdict(layer) for layer in measured.layers],
+    }

@@ -1,0 +1,243 @@
+"""``pathsgd inspect``: prints what the library measures, changes nothing, answers mistakes in one line."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import pathsgd
+from pathsgd import cli
+
+MODELS = """
+import torch
+from torch import nn
+
+print("printed by the user's module")
+
+
+def mlp(width=8):
+    hidden = nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(width, 2))
+
+
+def conv():
+    return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear, self.head = nn.Embedding(7, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens, x):
+        return self.head(torch.relu(self.embedding(tokens) + self.linear(x)))
+
+
+def deep(fill=1e-30):
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(40)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, fill)
+    return nn.Sequential(*layers)
+
+
+def fails():
+    raise KeyError("no such\\nwidth")
+
+
+instance = mlp()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "user_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_models", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("user_models", None)
+
+
+def inspect(capsys, *arguments):
+    """The tables, from a run that goes well."""
+    capsys.readouterr()
+    assert cli.main(["inspect", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def inspect_json(capsys, *arguments):
+    return json.loads(inspect(capsys, *arguments, "--json"))
+
+
+def refused(capsys, *arguments):
+    """The one line of a run that ends in an error."""
+    assert cli.main(["inspect", *map(str, arguments)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "printed by the user" not in line]
+    assert line.startswith("pathsgd: ")
+    return line
+
+
+def layer(report, *owners):
+    (one,) = [layer for layer in report["layers"] if tuple(layer["owners"]) == owners]
+    return one
+
+
+def user_module():
+    """The module that the command imports."""
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module("user_models")
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_the_imbalance_is_the_scale_a_unit_was_rescaled_by(folder, capsys, p):
+    model = user_module().mlp().double()
+    pathsgd.balance(model, p=p, q=math.inf)
+    torch.save(model.state_dict(), "balanced.pt")
+    wild = {("0", 3): 2.0**5, ("2", 0): 2.0**-3, ("2", 1): 2.0**-3}
+    pathsgd.rescale(model, None, wild)
+    sys.modules["user_models"].instance = model
+    rescaled = inspect_json(capsys, "user_models:instance", "--p", p)
+    first, second = (layer(rescaled, name)["imbalance"] for name in ("0", "2"))
+    assert first == pytest.approx({"smallest": 0, "median": 0, "largest": 5}, abs=1e-6)
+    assert second == pytest.approx({"smallest": -3, "median": 0, "largest": 0}, abs=1e-6)
+    assert layer(rescaled, "4")["imbalance"] is None
+    before = copy.deepcopy(model.state_dict())
+    shown = inspect(capsys, "user_models:instance", "--p", p, "--input-shape", "1,4")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    (line,) = [line for line in shown.splitlines() if line.startswith("0 ")]
+    assert line.split()[-3:] == ["0", "0", "+5.00"]
+    balanced = inspect_json(capsys, "user_models:instance", "--p", p, "--weights", "balanced.pt")
+    assert all(
+        abs(number) < 1e-6 for one in balanced["layers"] for number in (one["imbalance"] or {}).values()
+    )
+    assert balanced["ratio"] == pytest.approx(1)
+    assert rescaled["mu_balanced"] == pytest.approx(balanced["mu"])
+    assert rescaled["phi"][0]["log_phi"] == pytest.approx(balanced["phi"][0]["log_phi"])
+
+
+def test_the_numbers_are_those_of_the_library(folder, capsys):
+    user_models = user_module()
+    torch.manual_seed(7)
+    model = user_models.mlp(width=16)
+    report = inspect_json(
+        capsys, "user_models:mlp", "--arguments", '{"width": 16}', "--seed", 7, "--p", 1.5,
+        "--input-shape", "3,4",
+    )  # fmt: skip
+    log_phi = pathsgd.path_norm(model, p=1.5, log=True).item()
+    assert report["phi"] == [{"region": 0, "log_phi": log_phi, "phi": pytest.approx(math.exp(log_phi))}]
+    assert report["mu"] == pathsgd.group_norm(model, p=1.5).item()
+    norms = torch.linalg.vector_norm(torch.cat([model[0].weight, model[0].bias[:, None]], 1), ord=1.5, dim=1)
+    median = statistics.median(norms.tolist())
+    spread = {"smallest": norms.min().item(), "median": median, "largest": norms.max().item()}
+    assert layer(report, "0")["norm"] == pytest.approx(spread)
+    assert [(one["units"], one["rescalable"]) for one in report["layers"]] == [(16, 16), (16, 16), (2, 0)]
+    assert report["mu_balanced"] == pytest.approx(pathsgd.balance(model, p=1.5, q=math.inf))
+    assert report["ratio"] == report["mu"] / report["mu_balanced"]
+    assert report["inputs"] == [{"shape": [3, 4], "dtype": "float32"}]
+    assert [one["name"] for one in report["parameters"]] == list(dict(model.named_parameters()))
+
+
+def test_batch_norm(folder, capsys):
+    graph = pathsgd.trace(user_module().conv(), torch.zeros(1, 3, 8, 8))
+    out = inspect(capsys, "user_models.py:conv", "--input-shape", "2,3,8,8")
+    assert out.startswith(f"{graph}\n\nlog phi_2 ")
+    assert "printed by the user" not in out
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert lines["0"][-3:] == ["-", "-", "-"], "units before a batch norm cannot be rescaled"
+    assert lines["1"][2:6] == ["6", "1", "1", "1"]
+
+
+def test_several_regions(folder, capsys):
+    model = user_module().encoder()
+    graph = pathsgd.trace(model, torch.zeros(1, 5, 8))
+    arguments = ("user_models:encoder", "--input-shape", "1,5,8", "--weights", "encoder.pt")
+    torch.save(model.state_dict(), "encoder.pt")
+    report = inspect_json(capsys, *arguments)
+    torch.save({"epoch": 3, "state": {"model": model.state_dict(), "order": torch.zeros(1)}}, "encoder.pt")
+    assert inspect_json(capsys, *arguments) == report, "in a checkpoint as in a file of its own"
+    logs = [pathsgd.path_norm(model, graph, region=k, log=True).item() for k in range(3)]
+    assert [(one["region"], one["log_phi"]) for one in report["phi"]] == list(enumerate(logs))
+    reason = "layer_norm is not positively homogeneous"
+    assert {"region": 0, "at": "norm1", "reason": reason} in report["ends"]
+    values = layer(report, "self_attn")
+    assert (values["units"], values["rescalable"]) == (24, 8), "values alone, not queries and keys"
+    assert "log phi_2 of region 1" in inspect(capsys, *arguments)
+
+
+def test_several_inputs_of_a_class(folder, capsys):
+    shapes = ("--input-shape", "1,5", "--input-shape", "1,5,3", "--input-dtype", "int64")
+    report = inspect_json(capsys, "user_models:Tokens", *shapes, "--input-dtype", "float32")
+    assert layer(report, "embedding")["imbalance"] == layer(report, "linear")["imbalance"], "tied units"
+    assert [one["dtype"] for one in report["inputs"]] == ["int64", "float32"]
+
+
+def test_a_file_in_a_package_and_one_beside_others(folder, capsys):
+    package = folder / "elsewhere" / "user_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "blocks.py").write_text("from torch import nn\nmake = lambda: nn.Sequential(nn.Linear(2, 1))")
+    (package / "nets.py").write_text("from .blocks import make")
+    (folder / "elsewhere" / "random.py").write_text("from user_package.blocks import make")
+    try:
+        for file in (package / "nets.py", folder / "elsewhere" / "random.py"):
+            report = inspect_json(capsys, f"{file}:make")
+            assert [one["owners"] for one in report["layers"]] == [["0"]]
+    finally:
+        for name in [name for name in sys.modules if name.startswith("user_package")]:
+            del sys.modules[name]
+    assert "elsewhere" not in (sys.modules["random"].__file__ or "")
+
+
+def test_beyond_floats_and_dead_paths(folder, capsys):
+    assert "beyond floats" in inspect(capsys, "user_models:deep")
+    dead = inspect_json(capsys, "user_models:deep", "--arguments", '{"fill": 0}')
+    assert dead["phi"] == [{"region": 0, "log_phi": None, "phi": 0.0}]
+    assert (dead["mu"], dead["ratio"]) == (0, None)
+    assert "holds nan or inf" in refused(capsys, "user_models:deep", "--arguments", '{"fill": NaN}')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["user_models"], ["expected package.module:name"]),
+        (["nowhere.at.all:f"], ["there is no module 'nowhere'"]),
+        (["user_models:none"], ["there is no 'none' in user_models"]),
+        (["user_models:fails"], ["user_models:fails raised KeyError", "user_models.py, line"]),
+        (["user_models:mlp", "--arguments", '{"depth": 3}'], ["TypeError", "depth"]),
+        (["user_models:instance", "--arguments", '{"width": 3}'], ["is a model already"]),
+        (["user_models:mlp", "--input-shape", f"1,{10**30}"], ["do not fit in memory"]),
+        (["user_models:mlp", "--input-shape", "1,5"], ["tracing failed", "--input-shape [(1, 5)]"]),
+        (["user_models:conv"], ["--input-shape can be left out only for"]),
+        (["user_models:mlp", "--input-dtype", "int64"], ["1 --input-dtype for 0"]),
+        (["user_models:mlp", "--device", "abacus"], ["device 'abacus' cannot be used"]),
+        (["user_models:mlp", "--weights", "missing.pt"], ["No such file", "missing.pt"]),
+        (["user_models:mlp", "--weights", "code.pt"], ["without running code (UnpicklingError)"]),
+        (["user_models:mlp", "--weights", "checkpoint.pt"], ["holds no state dict but a dict"]),
+        (["user_models:mlp", "--weights", "other.pt"], ["does not fit the model", "Missing key"]),
+        (["broken.py:f"], ["importing", "broken.py raised SyntaxError"]),
+        (["needs:f"], ["importing needs raised ModuleNotFoundError: No module named 'absent_one'"]),
+    ],
+)  # fmt: skip
+def test_what_the_user_got_wrong_is_one_line(folder, capsys, arguments, parts):
+    torch.save({"weight": torch.zeros(1)}, "other.pt")
+    torch.save({"epoch": 3, "best": {"weight": torch.zeros(1)}}, "checkpoint.pt")
+    torch.save(nn.Linear(2, 1), "code.pt")
+    (folder / "broken.py").write_text("def f(:\n")
+    (folder / "needs.py").write_text("import absent_one\n")
+    line = refused(capsys, *arguments)
+    for part in parts:
+        assert part in line
