@@ -10,7 +10,8 @@ from pathsgd.errors import DataDependentError, PathError, RescaleError, TraceErr
 from pathsgd.geometry.gamma import Gamma, Gammas, gammas
 from pathsgd.geometry.path_norm import path_norm
 from pathsgd.geometry.path_vector import path_vector
-from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.graph.trace import Inputs, trace
 from pathsgd.muon.balanced_muon import BalancedMuon
 from pathsgd.paths.clip import clip_path_grad_norm_

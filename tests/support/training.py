@@ -80,3 +80,9 @@ def weights(model):
 
 def unchanged(model, before):
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def model_of(optimizer):
+    """The module that an optimizer was made with, or the copy of it that came along with a copy."""
+    lazy_graph = getattr(optimizer, "_lazy_graph", None) or optimizer.gammas.lazy_graph
+    return lazy_graph.model

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pathsgd import Imbalance, PathGraph, imbalance
+from pathsgd import Imbalance, PathGraph, imbalance, path_norm
 from pathsgd.cli.user_model import load_model, make_inputs, make_parser, trace_model
 
 ABOUT = """\
@@ -54,12 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     if not options.json:
         print(graph, end="\n\n", flush=True)
     measured = imbalance(model, graph, options.p, math.inf)
+    regions = range(len(graph.parameter_regions()))
+    log_phi = {k: float(path_norm(model, graph, options.p, log=True, region=k)) for k in regions}
     if options.json:
         shapes = [{"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in inputs]
-        report = {"target": options.target, "inputs": shapes, **to_json(graph, measured)}
+        report = {"target": options.target, "inputs": shapes, **to_json(graph, measured, log_phi)}
         print(json.dumps(report, indent=1, allow_nan=False))
     else:
-        print("\n".join([*_network_table(measured), "", *_layer_table(measured)]))
+        print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
     return 0
 
 
@@ -79,14 +81,14 @@ def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines
 
 
-def _network_table(measured: Imbalance) -> list[str]:
+def _network_table(measured: Imbalance, log_phi: dict[int, float]) -> list[str]:
     phi_p, mu = f"phi_{measured.p:g}", f"mu_{{{measured.p:g},inf}}"
     rows = []
-    for region, log_phi in measured.log_phi.items():
-        which = f" of region {region}" if len(measured.log_phi) > 1 else ""
-        phi = _exponential(log_phi)
+    for region, logarithm in log_phi.items():
+        which = f" of region {region}" if len(log_phi) > 1 else ""
+        phi = _exponential(logarithm)
         in_floats = "beyond floats" if phi is None else f"{phi_p} = {phi:.6g}"
-        rows.append((f"log {phi_p}{which}", f"{log_phi:.6g}", in_floats))
+        rows.append((f"log {phi_p}{which}", f"{logarithm:.6g}", in_floats))
     if not rows:
         rows.append((f"log {phi_p}", "-", "no parameter lies on a path"))
     at = next((layer for layer in measured.layers if layer.norm and layer.norm.largest == measured.mu), None)
@@ -140,7 +142,7 @@ def _exponential(log_phi: float) -> float | None:
     return math.exp(log_phi) if -708 < log_phi < 709 else None
 
 
-def to_json(graph: PathGraph, measured: Imbalance) -> dict[str, Any]:
+def to_json(graph: PathGraph, measured: Imbalance, log_phi: dict[int, float]) -> dict[str, Any]:
     """Returns all that the report and the tables say. The logarithm of a phi of 0 is null, as is a phi beyond
     floats."""
     numbers = {region: k for k, region in enumerate(graph.parameter_regions())}
@@ -163,7 +165,7 @@ def to_json(graph: PathGraph, measured: Imbalance) -> dict[str, Any]:
         "notes": list(graph.notes),
         "phi": [
             {"region": k, "log_phi": x if math.isfinite(x) else None, "phi": _exponential(x)}
-            for k, x in measured.log_phi.items()
+            for k, x in log_phi.items()
         ],
         "mu": measured.mu,
         "mu_balanced": measured.mu_balanced,

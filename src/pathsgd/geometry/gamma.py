@@ -18,7 +18,8 @@ from pathsgd.geometry.sharded import gather_vectors, take_held_ends
 from pathsgd.geometry.weight_adjoint import adjoin_use, find_ends
 from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.nodes import Weighted
-from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.trace import Example, trace
 from pathsgd.sharding import any_sharded, is_sharded, local_part, place_like, shards_of
 
@@ -65,10 +66,12 @@ class Gamma:
         out, into = self.gamma_out, self.gamma_in
         return [Scaled(out.mantissa[:, None], out.exponent), Scaled(into.mantissa[None], into.exponent)]
 
-    @functools.cached_property
-    def roots(self) -> tuple[list[Tensor], Tensor]:
-        """sqrt(gamma) as factors that broadcast, and the power of two by which their product is to be
-        multiplied."""
+    def find_roots(self) -> tuple[list[Tensor], Tensor]:
+        """sqrt(gamma) in parts.
+
+        Returns:
+            Factors that broadcast, and the power of two by which their product is to be multiplied.
+        """
         exponents = [factor.exponent for factor in self.factors]
         exponent = functools.reduce(torch.add, exponents)
         roots = [self.arithmetic.root(factor.mantissa) for factor in self.factors]
@@ -102,7 +105,7 @@ class Gamma:
         Returns:
             An fp64 tensor of the parameter's shape. It may over- or underflow where :meth:`log2` does not.
         """
-        roots, exponent = self.roots
+        roots, exponent = self.find_roots()
         root = functools.reduce(torch.mul, roots)
         return scale_by_power(root * root, 2 * exponent)
 
@@ -112,7 +115,7 @@ class Gamma:
         Returns:
             An fp64 tensor of the parameter's shape, -inf on dead paths.
         """
-        roots, exponent = self.roots
+        roots, exponent = self.find_roots()
         logarithms = [2 * root.log2() for root in roots]
         return functools.reduce(torch.add, logarithms) + 2 * exponent
 
@@ -125,7 +128,7 @@ class Gamma:
         Returns:
             ``z = w sqrt(gamma)``, in fp32 or fp64.
         """
-        roots, exponent = self.roots
+        roots, exponent = self.find_roots()
         return self._multiply(weight, roots, exponent)
 
     def gradient_to_z(self, gradient: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ class Gamma:
         Returns:
             ``h = g / sqrt(gamma)``, 0 where gamma is 0, in fp32 or fp64.
         """
-        roots, exponent = self.roots
+        roots, exponent = self.find_roots()
         inverses = [torch.where(root > 0, 1 / root, 0) for root in roots]
         return self._multiply(gradient, inverses, -exponent)
 

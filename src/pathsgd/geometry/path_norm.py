@@ -12,7 +12,8 @@ from pathsgd.errors import PathError, check_p
 from pathsgd.geometry.passes import PoweredNetwork, check_range
 from pathsgd.geometry.scaled import Arithmetic, Scaled, scale_by_power
 from pathsgd.graph.edge_weights import Tensors
-from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.trace import Example, trace
 from pathsgd.training.capture import replay_calls
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Operation, Shape
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import Structure
 from pathsgd.graph.views import reshaped_axes
 
 
@@ -24,14 +24,14 @@ from pathsgd.graph.views import reshaped_axes
 class Folded:
     """A graph with equal places written once."""
 
-    graph: PathGraph
+    graph: Structure
     place: tuple[int, ...]
     """By node of the traced graph, its number here."""
     whole: tuple[int, ...]
     """Likewise, the number of its value at full size, if it is an output or an end; else as ``place``."""
 
 
-def fold(graph: PathGraph) -> Folded:
+def fold(graph: Structure) -> Folded:
     """``graph`` with equal places written once."""
     return _Folding(graph).run()
 
@@ -43,7 +43,7 @@ class _Folding:
     ``wanted[k]`` are the shapes in which node k reads its inputs.
     """
 
-    def __init__(self, graph: PathGraph) -> None:
+    def __init__(self, graph: Structure) -> None:
         self.graph = graph
         self.shapes: list[Shape] = []
         self.wanted: list[list[Shape]] = []
@@ -97,7 +97,7 @@ class _Folding:
 
 
 def _use_shape_of_readers(
-    graph: PathGraph, shapes: list[Shape], wanted: list[list[Shape]], cheap: tuple[type[Operation], ...]
+    graph: Structure, shapes: list[Shape], wanted: list[list[Shape]], cheap: tuple[type[Operation], ...]
 ) -> list[Shape]:
     """The shapes, but that of what is cheap in any, such as the bias of a convolution, is the one that all
     its readers want."""
@@ -111,7 +111,7 @@ def _use_shape_of_readers(
     ]
 
 
-def _rewrite(graph: PathGraph, shapes: Sequence[Shape], wanted: Sequence[Sequence[Shape]]) -> Folded:
+def _rewrite(graph: Structure, shapes: Sequence[Shape], wanted: Sequence[Sequence[Shape]]) -> Folded:
     """The graph with nodes of these shapes, expanded where a reader wants another."""
     written: list[Node] = []
     regions: list[int] = []

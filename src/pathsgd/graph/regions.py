@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pathsgd.graph.builder import Builder
 from pathsgd.graph.nodes import Node, Weighted
-from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus
 from pathsgd.graph.path_lengths import Company, find_company
+from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.graph.union_find import UnionFind
 
 ALONE = "alone on its paths, so optimizers take gamma = 1"

@@ -6,11 +6,9 @@ import math
 from collections import Counter
 from fractions import Fraction
 
-from torch import nn
-
 from pathsgd.graph import nodes
-from pathsgd.graph.path_graph import ParameterInfo, ParameterStatus, PathGraph, remember_model
 from pathsgd.graph.rules.activations import REPLACEABLE
+from pathsgd.graph.structure import ParameterInfo, ParameterStatus, Structure
 
 LEAST_SHARE = 0.25
 """Below it a network is trained for the most part as without paths. Transformers with ReLU MLPs are far above
@@ -23,7 +21,7 @@ NAMED = 3
 """Causes that are named, the most frequent first."""
 
 
-def report(graph: PathGraph) -> str:
+def report(graph: Structure) -> str:
     """One line per parameter, then the places where a region ends."""
     rows = [("parameter", "shape", "role", "region", "path-normalised")]
     shown = {region: k for k, region in enumerate(graph.parameter_regions())}
@@ -76,7 +74,7 @@ def _share(info: ParameterInfo, entries: int) -> str:
     return "" if share == 1 else f"{share} of its {'rows' if len(info.shape) > 1 else 'entries'} "
 
 
-def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
+def _inner_ends(graph: Structure, shown: dict[int, int]) -> list[str]:
     """One line per region and reason, with the modules in which it happens."""
     places: dict[tuple[int, str], dict[str, None]] = {}
     for node, where, reason in graph.boundaries:
@@ -91,10 +89,10 @@ def _inner_ends(graph: PathGraph, shown: dict[int, int]) -> list[str]:
     return lines
 
 
-# Networks with few weights on common paths, and models that cannot be traced
+# Networks with few weights on common paths
 
 
-def explain_small_share(graph: PathGraph) -> str | None:
+def explain_small_share(graph: Structure) -> str | None:
     """What is wrong and what to do, if fewer than LEAST_SHARE of the trainable weights share a path with the
     matrix of another layer.
 
@@ -145,7 +143,7 @@ def _write_message(model: str, total: int, shared: int, causes: Counter[str], le
     return " ".join(sentences)
 
 
-def _is_last_layer(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
+def _is_last_layer(graph: Structure, readers: list[list[int]], k: int) -> bool:
     """Whether a node is returned by the model, with nothing but its bias added."""
     while k not in graph.outputs:
         if len(readers[k]) != 1:
@@ -164,7 +162,7 @@ def _is_last_layer(graph: PathGraph, readers: list[list[int]], k: int) -> bool:
 
 
 def _find_causes(
-    graph: PathGraph, readers: list[list[int]], sources: list[list[int]], name: str, uses: list[int]
+    graph: Structure, readers: list[list[int]], sources: list[list[int]], name: str, uses: list[int]
 ) -> set[str]:
     """What the paths of a parameter begin and end at, up to the next matrix."""
     info = graph.parameters[name]
@@ -178,7 +176,7 @@ def _find_causes(
     return {reason.removesuffix(NOT_HOMOGENEOUS) for reason in found - {"input", "output"}}
 
 
-def _reach(graph: PathGraph, start: list[int], following: list[list[int]]) -> set[int]:
+def _reach(graph: Structure, start: list[int], following: list[list[int]]) -> set[int]:
     """The nodes that paths from these lead to before they meet a matrix."""
     reached, waiting = set(start), list(start)
     while waiting:
@@ -191,26 +189,3 @@ def _reach(graph: PathGraph, start: list[int], following: list[list[int]]) -> se
                 reached.add(k)
                 waiting.append(k)
     return reached
-
-
-def describe_untraced(model: nn.Module, reason: str) -> PathGraph:
-    """A graph without paths: steps are relative to the weights themselves."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-    def find_roles(name: str, p: nn.Parameter) -> tuple[str, ...]:
-        if id(p) in embeddings:
-            return ("embedding",)
-        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]  # as torch calls them
-        return ("weight",) if is_matrix else ()
-
-    parameters = {
-        name: ParameterInfo(
-            name, tuple(p.shape), p.requires_grad, ParameterStatus.OUTSIDE,
-            "outside: the model could not be traced", find_roles(name, p),
-        )
-        for name, p in model.named_parameters()
-    }  # fmt: skip
-    graph = PathGraph(type(model).__name__, (), {}, (), (), parameters, (reason,))
-    graph.folded  # noqa: B018  as trace does
-    remember_model(graph, model)
-    return graph

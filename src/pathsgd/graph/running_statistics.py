@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
+from typing import TypeVar
 
 from pathsgd.graph.nodes import Multiply, Node, Source, Weight, number
-from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 from pathsgd.graph.regions import describe_uses, find_regions
+from pathsgd.graph.structure import ParameterStatus, Structure
 
 REASON = "batch norm divides by statistics of the batch"
 
-_found: weakref.WeakKeyDictionary[PathGraph, PathGraph] = weakref.WeakKeyDictionary()
+Graph = TypeVar("Graph", bound=Structure)
 
 
-def end_at_statistics(graph: PathGraph) -> PathGraph:
+def end_at_statistics(graph: Graph) -> Graph:
     """The graph in which paths end before every batch norm and begin anew after it, so that running
     statistics, which lag behind the weights and differ between processes, do not enter. Nodes keep their
     numbers."""
-    if graph not in _found:
-        _found[graph] = _end_at_statistics(graph)
-    return _found[graph]
-
-
-def _end_at_statistics(graph: PathGraph) -> PathGraph:
     nodes, ends = list(graph.nodes), dict(graph.ends)
     for k, node in enumerate(graph.nodes):
         match node.operation:

@@ -16,6 +16,7 @@ from pathsgd.errors import TraceError
 from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
+from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.sharding import is_sharded, whole_parameters
 
 
@@ -76,7 +77,7 @@ def trace(
         args, kwargs = _as_inputs(model, example_input)
         program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
         graph = _lower(model, program, notes)
-    graph.folded  # noqa: B018  found here, so that a compiled step finds it
+    graph.in_training.folded, graph.folded  # noqa: B018  found here, so that a compiled step finds them
     remember_model(graph, model)
     return graph
 
@@ -157,3 +158,26 @@ def _as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
     if isinstance(example, (tuple, list)):
         return tuple(example), {}
     return (example,), {}
+
+
+def describe_untraced(model: nn.Module, reason: str) -> PathGraph:
+    """A graph without paths: steps are relative to the weights themselves."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+    def find_roles(name: str, p: nn.Parameter) -> tuple[str, ...]:
+        if id(p) in embeddings:
+            return ("embedding",)
+        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]  # as torch calls them
+        return ("weight",) if is_matrix else ()
+
+    parameters = {
+        name: ParameterInfo(
+            name, tuple(p.shape), p.requires_grad, ParameterStatus.OUTSIDE,
+            "outside: the model could not be traced", find_roles(name, p),
+        )
+        for name, p in model.named_parameters()
+    }  # fmt: skip
+    graph = PathGraph(type(model).__name__, (), {}, (), (), parameters, (reason,))
+    graph.in_training.folded  # noqa: B018  as trace does
+    remember_model(graph, model)
+    return graph

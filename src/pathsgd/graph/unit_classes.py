@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Shape, Weight, conv_channels
-from pathsgd.graph.path_graph import ParameterStatus, PathGraph
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.unit_ties import FIXED as FIXED
 from pathsgd.graph.unit_ties import UnitTies, compress
 from pathsgd.graph.views import view_tensor

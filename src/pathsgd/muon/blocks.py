@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
-from pathsgd.graph.path_graph import ParameterInfo, PathGraph
-from pathsgd.graph.running_statistics import end_at_statistics
+from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import ParameterInfo
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.unit_groups import Group, Part, find_unit_groups
 from pathsgd.graph.views import view_tensor
@@ -95,7 +95,7 @@ class Block:
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""
-    units = unit_classes_of(end_at_statistics(graph))
+    units = unit_classes_of(graph.in_training)
     readers = graph.readers()
     found: dict[str, list[Block]] = {}
     family_of: dict[int, int] = {}

@@ -23,7 +23,6 @@ from pathsgd._torch import is_capturing, is_transforming
 from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gammas, measure_gammas
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.paths.rule import find_step
 
 Named = Mapping[str, Tensor]
@@ -81,7 +80,7 @@ def path_sgd(
             raise PathError(f"there is a gradient for {name!r} but no such parameter")
         if name not in graph.parameters:
             raise PathError(f"the graph knows no parameter {name!r}: trace the model again, or leave it out")
-    graph = end_at_statistics(graph)
+    graph = graph.in_training
     measured = gammas(graph, params, buffers, p)
     moved, kept = dict(params), dict(state or {})
     for name, grad in grads.items():

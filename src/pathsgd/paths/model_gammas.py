@@ -13,7 +13,6 @@ from torch import Tensor
 from pathsgd._torch import Version, is_capturing
 from pathsgd.geometry.gamma import Gamma, Gammas, measure_gammas
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.training.lazy_graph import LazyGraph
 from pathsgd.training.staleness import ModelTensors, find_versions
 
@@ -34,7 +33,7 @@ class ModelGammas:
     @property
     def graph(self) -> PathGraph:
         """The graph with a batch norm as what it is in training: an operator that paths end at."""
-        return end_at_statistics(self.lazy_graph.get())
+        return self.lazy_graph.get().in_training
 
     def measure(self, p: float, keep: bool = False) -> Gammas:
         """gamma of the weights as they are; what was kept, if nothing has written them since."""

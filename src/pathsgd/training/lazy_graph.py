@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from pathsgd._torch import tree_map
 from pathsgd.errors import DataDependentError, PathError
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
-from pathsgd.graph.report import describe_untraced, explain_small_share
-from pathsgd.graph.running_statistics import end_at_statistics
-from pathsgd.graph.trace import Example, Inputs, trace
+from pathsgd.graph.report import explain_small_share
+from pathsgd.graph.trace import Example, Inputs, describe_untraced, trace
 
 
 class LazyGraph:
@@ -64,7 +63,7 @@ class LazyGraph:
         try:
             self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
             if self.needs_paths:
-                message = explain_small_share(end_at_statistics(self.graph))
+                message = explain_small_share(self.graph.in_training)
         except DataDependentError as error:
             if self.needs_paths:
                 raise

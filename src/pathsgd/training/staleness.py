@@ -48,6 +48,7 @@ class ModelTensors:
                 with.
         """
         if graph is self._graph and not is_compiling() and self.is_same_structure():
+            graph.check(self._tensors)
             return {**self._tensors, **{name: own[key] for name, own, key in self._buffers}}
         tensors = graph.tensors(self.model, sharded=True)
         if not is_compiling():
@@ -109,6 +110,7 @@ class ModelTensors:
 
     def __setstate__(self, state: dict[str, nn.Module]) -> None:
         ModelTensors.__init__(self, state["model"])
+        self.remember_structure()
 
 
 def find_versions(tensors: Tensors) -> list[Version]:

@@ -17,6 +17,9 @@ from support.cases import build as build_case
 from support.networks import Mlp, SmallResNet, build, traced
 from support.training import OPTIMIZERS, backward, pair, train, unchanged, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*share a path with the matrix:UserWarning")
+"""Paths of a step end at batch norms, so of a ResNet's few are left, and a warning says so."""
+
 # The update
 
 
@@ -183,36 +186,13 @@ def test_parameters_with_a_graph():
 
 def test_bare_parameters_are_refused():
     model, x = build(Mlp)
-    with pytest.raises(TypeError, match="silently be SGD: pass the model itself"):
+    with pytest.raises(TypeError, match="silently be the plain optimizer: pass the model itself"):
         PathSGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="pass the model itself"):
         PathSGD(model.parameters(), x, lr=0.1)
     graph = pickle.loads(pickle.dumps(pathsgd.trace(model, x)))
     with pytest.raises(TypeError, match="pass the model itself"):
         PathSGD(model.parameters(), graph=graph)
-
-
-def test_a_stale_gamma_is_noticed_where_it_can_be():
-    """With refresh_every > 1: writes that torch counts; after others, through .data, the user refreshes."""
-    model, x = build(Mlp)
-    optimizer = PathSGD(model, traced(Mlp), refresh_every=10)
-
-    def step():
-        backward(model, x)
-        optimizer.step()
-        return optimizer.gamma_cache.gammas(2)
-
-    first = step()
-    assert step() is first
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    second = step()
-    assert second is not first
-    model[0].weight.data.mul_(2)
-    optimizer.refresh()
-    third = step()
-    assert third is not second
-    assert step() is third
 
 
 class Lion(torch.optim.Optimizer):
@@ -242,19 +222,6 @@ def test_an_optimizer_of_someone_else():
     assert not torch.allclose(*raw, rtol=1e-3)
 
 
-def test_what_falls_back_has_its_own_lr():
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
-    optimizer = PathSGD(model, lr=0.1, fallback_lr=0.01)
-    assert not optimizer.graph.parameters["4.weight"].normalised
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for lr in (0.01, 0.005):
-        backward(model, torch.randn(5, 3))
-        before = model[4].weight.detach().clone()
-        optimizer.step()
-        scheduler.step()
-        assert torch.allclose(model[4].weight, before - lr * model[4].weight.grad)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -264,8 +231,6 @@ def test_what_falls_back_has_its_own_lr():
         ({"nesterov": True}, "Nesterov momentum requires a momentum"),
         ({"p": 0.5}, "Invalid p: 0.5"),
         ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
-        ({"refresh_every": 0}, "Invalid refresh_every value: 0"),
-        ({"fallback_lr": -1.0}, "Invalid fallback_lr value"),
     ],
 )
 def test_invalid_options(options, message):
@@ -295,7 +260,7 @@ def test_a_model_that_grew_or_changed_its_shape():
         model[2].weight.data = torch.randn(7, 9, dtype=torch.float64)
         model[2].weight.grad = torch.zeros(7, 9, dtype=torch.float64)
 
-    for change, message in ((grow, "'extra' is not the one"), (reshape, r"'2.weight' has shape \(7, 9\)")):
+    for change, message in ((grow, "a parameter 'extra' that it did not have"), (reshape, r"'2.weight' has shape \(7, 9\)")):
         for make in (PathSGD, lambda *a: PathNormalized(torch.optim.Adam, *a)):
             model, x = build(Mlp)
             optimizer = make(model, traced(Mlp))

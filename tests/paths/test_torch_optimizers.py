@@ -29,7 +29,7 @@ from support.training import unchanged, weights
 
 CASES = {}
 for config in optim_inputs_func_sgd("cpu"):
-    if "dampening" not in config.kwargs:  # PathSGD has none
+    if not {"dampening", "foreach", "differentiable"} & set(config.kwargs):  # PathSGD has none of these
         CASES[f"PathSGD {config.desc}"] = (PathSGD, config.kwargs)
 for info in optim_db:
     if info.only_supports_sparse_grads:

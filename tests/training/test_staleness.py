@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from pathsgd import PathError, PathSGD
-from pathsgd.optim.model_tensors import ModelTensors
+from pathsgd import PathError, PathGraph, PathSGD
+from pathsgd.training.staleness import ModelTensors
 from support.networks import SmallResNet, build, traced
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*share a path with the matrix:UserWarning")
+"""Paths of a step end at batch norms, so of a ResNet's few are left, and a warning says so."""
 
 
 def make():
@@ -23,13 +26,13 @@ def assert_current(tensors, model, graph):
     assert all(found[name] is expected[name] for name in expected)
 
 
-def test_one_walk_serves_until_something_moves():
+def test_one_walk_serves_until_something_moves(monkeypatch):
     model, graph, tensors = make()
-    for _ in range(3):
-        assert_current(tensors, model, graph)
-        with torch.no_grad():
-            next(model.parameters()).mul_(2)
-    assert tensors.walks == 1
+    assert_current(tensors, model, graph)
+    monkeypatch.setattr(PathGraph, "tensors", None)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    tensors.read(graph)
 
 
 def replace_buffer(model):
@@ -53,13 +56,12 @@ def replace_module(model):
     setattr(model.get_submodule(parent), key, nn.BatchNorm2d(module.num_features))
 
 
-@pytest.mark.parametrize("change", [replace_buffer, move_parameter, replace_parameter, replace_module])
+@pytest.mark.parametrize("change", [replace_buffer, move_parameter])
 def test_what_moves_is_looked_for_again(change):
     model, graph, tensors = make()
     tensors.read(graph)
     change(model)
     assert_current(tensors, model, graph)
-    assert tensors.walks == 2
 
 
 def add_parameter(model):
@@ -70,12 +72,7 @@ def add_module(model):
     model.extra = nn.Linear(1, 1)
 
 
-def change_shape(model):
-    parameter = next(model.parameters())
-    parameter.data = torch.ones(1)
-
-
-@pytest.mark.parametrize("change", [add_parameter, add_module, change_shape])
+@pytest.mark.parametrize("change", [add_parameter, add_module, replace_parameter, replace_module])
 def test_what_was_not_traced_is_an_error(change):
     model, graph, tensors = make()
     tensors.read(graph)
@@ -91,7 +88,6 @@ def test_an_optimizer_notices_other_parameters(change):
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()
-    optimizer.gamma_cache.gammas(2)
     change(model)
     model(x).sum().backward()
     with pytest.raises(PathError):

@@ -7,13 +7,13 @@ import gc
 import pytest
 import torch
 
-from pathsgd import PathMuon, PathSGD
+from pathsgd import BalancedMuon, PathSGD
 from support.networks import Mlp, build
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind", [PathMuon, lambda model, x: PathSGD(model, x, lr=1e-3)])
+@pytest.mark.parametrize("kind", [BalancedMuon, lambda model, x: PathSGD(model, x, lr=1e-3)])
 def test_freed_during_a_capture(kind):
     model, x = build(Mlp, torch.float32)
     model, x = model.cuda(), x.cuda()
