@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.optim.optimizer import _default_to_fused_or_foreach, _use_grad_for_differentiable
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 # Structures of inputs: torch.utils.pytree, the public name, is still experimental.
 tree_map: Callable[..., Any] = _pytree.tree_map
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
-
-# What torch.optim's own optimizers decorate step() with, for differentiable=True.
-use_grad_for_differentiable: Callable[[Any], Any] = _use_grad_for_differentiable
 
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -40,19 +36,9 @@ def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> 
     getattr(dist, ALL_GATHER)(output, own, group=group)
 
 
-def defaults_to_foreach(params: list[Tensor], differentiable: bool) -> bool:
-    """Whether torch.optim would take the multi-tensor form for these parameters."""
-    return _default_to_fused_or_foreach(params, differentiable, use_fused=False)[1]
-
-
 def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
     """``torch._foreach_<operation>``: one launch for many tensors, as in torch.optim's multi-tensor forms."""
     return getattr(torch, f"_foreach_{operation}")(tensors, *others, **options)
-
-
-# The kernels of torch.optim's fused forms: the functions around them take longer than a small tensor does.
-fused_adam: Callable[..., None] = torch._fused_adam_
-fused_adagrad: Callable[..., None] = torch._fused_adagrad_
 
 
 def is_compiling() -> bool:
@@ -110,16 +96,6 @@ def is_about_values(error: Exception) -> bool:
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
-def is_vmapped(tensor: Tensor) -> bool:
-    """Whether vmap is at work on a tensor, at any level of nested torch.func transforms."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 Version = tuple[int, int]
 
 
@@ -160,16 +136,6 @@ def is_pointwise(target: object) -> bool:
     return schema is not None and (torch.Tag.pointwise in target.tags or schema.name in _POINTWISE)  # type: ignore[attr-defined]
 
 
-def active_ddp() -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward pass this is; a module does not know what wraps it."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module
-
-
-def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether this is inside ``Join``, where ranks may come to their end at different times."""
-    return ddp._join_config.enable
-
-
 def without_values(tensor: Tensor) -> Tensor:
     """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
     with FakeTensorMode():
@@ -185,26 +151,6 @@ def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], 
         list(optimizer._optimizer_load_state_dict_pre_hooks.values()),
         list(optimizer._optimizer_load_state_dict_post_hooks.values()),
     )
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether users registered hooks on an optimizer's step."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-# Settings of the process. torch.backends refuses to set them once they were frozen; the C functions do not.
-
-
-def get_cudnn_benchmark() -> bool:
-    return torch._C._get_cudnn_benchmark()
-
-
-def set_cudnn_benchmark(enabled: bool) -> None:
-    torch._C._set_cudnn_benchmark(enabled)
-
-
-def allow_cudnn_tf32(allowed: bool) -> None:
-    torch._C._set_cudnn_allow_tf32(allowed)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from pathsgd.geometry.rescale import apply_factors
 from torch.distributed.fsdp import fully_shard
 
 from pathsgd import PathMuon
-from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.ranks import run_on_ranks
 from support.sharded import OPTIMIZERS, Mlp, batch, make, step_on, traced

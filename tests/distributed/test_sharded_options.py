@@ -6,11 +6,11 @@ import copy
 
 import torch
 import torch.distributed as dist
+from pathsgd.optim import path_normalized
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from pathsgd import PathAdam
-from pathsgd.optim import path_normalized
 from support.ranks import run_on_ranks
 from support.sharded import OPTIMIZERS, Mlp, loss_of, make, traced, train, whole_parameters
 

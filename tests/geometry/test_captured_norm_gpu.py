@@ -8,11 +8,11 @@ import threading
 
 import pytest
 import torch
+from pathsgd.geometry.captured_norm import WARM_UP, CapturedNorm
 
 import pathsgd
 from benchmarks.networks import GPT, small_image_resnet
 from pathsgd.geometry import captured_norm
-from pathsgd.geometry.captured_norm import WARM_UP, CapturedNorm
 from support.networks import NETWORKS, Mlp, Transformer, build
 
 pytestmark = pytest.mark.gpu

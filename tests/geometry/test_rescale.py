@@ -8,11 +8,11 @@ import math
 
 import pytest
 import torch
+from pathsgd.geometry.unit_groups import unit_groups
 from torch import nn
 
 import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.unit_groups import unit_groups
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
 

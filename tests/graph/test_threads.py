@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 
 from benchmarks.networks import stack
 from pathsgd import trace
-from pathsgd._torch import get_cudnn_benchmark
-from pathsgd.geometry.precision import full_precision
 
 
 @pytest.fixture(autouse=True)
@@ -23,25 +20,6 @@ def often():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def settings():
-    kinds = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)
-    return [kind.fp32_precision for kind in kinds], get_cudnn_benchmark()
-
-
-def test_settings_are_put_back_by_the_last_thread():
-    before = settings()
-
-    def work(_):
-        for _ in range(100):
-            with full_precision(torch.device("cuda")):
-                time.sleep(0)
-                assert settings() == (["ieee", "ieee"], True)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
-    assert settings() == before
 
 
 def test_networks_can_be_traced_by_several_threads():

@@ -76,7 +76,9 @@ def test_what_is_out_of_range_is_left_to_the_formula():
     wild = copy.deepcopy(start)
     factors = {("0", 0): 2.0**60, ("0", 1): 2.0**-60, ("2", 0): 2.0**60, ("2", 1): 2.0**-60}
     pathsgd.rescale(wild, traced_stack(start), factors)
-    (expected, _), (moved, _) = (train(m, steps=3, lr=1e-2, fused=f) for m, f in ((start, False), (wild, None)))
+    (expected, _), (moved, _) = (
+        train(m, steps=3, lr=1e-2, fused=f) for m, f in ((start, False), (wild, None))
+    )
     x = torch.randn(4, 20)
     assert torch.equal(moved(x), expected(x))
 

@@ -260,7 +260,10 @@ def test_a_model_that_grew_or_changed_its_shape():
         model[2].weight.data = torch.randn(7, 9, dtype=torch.float64)
         model[2].weight.grad = torch.zeros(7, 9, dtype=torch.float64)
 
-    for change, message in ((grow, "a parameter 'extra' that it did not have"), (reshape, r"'2.weight' has shape \(7, 9\)")):
+    for change, message in (
+        (grow, "a parameter 'extra' that it did not have"),
+        (reshape, r"'2.weight' has shape \(7, 9\)"),
+    ):
         for make in (PathSGD, lambda *a: PathNormalized(torch.optim.Adam, *a)):
             model, x = build(Mlp)
             optimizer = make(model, traced(Mlp))

@@ -173,10 +173,7 @@ def test_grad_scaler_skips_steps_with_inf(make):
 def test_a_compiled_step_is_one_graph_under_a_schedule(fused):
     model, x = build(Mlp, torch.float32)
     other = copy.deepcopy(model)
-    optimizers = [
-        PathSGD(m, x[:1], lr=torch.tensor(1e-3), momentum=0.9, fused=fused)
-        for m in (model, other)
-    ]
+    optimizers = [PathSGD(m, x[:1], lr=torch.tensor(1e-3), momentum=0.9, fused=fused) for m in (model, other)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
     for m, optimizer in zip((model, other), optimizers, strict=True):
         backward(m, x)

@@ -11,6 +11,7 @@ from torch import nn
 import pathsgd
 from pathsgd import PathSGD
 
+
 def stack(*widths, bias=True, dtype=torch.float32):
     torch.manual_seed(sum(widths))
     layers = []

@@ -106,8 +106,10 @@ class Gamma:
             An fp64 tensor of the parameter's shape. It may over- or underflow where :meth:`log2` does not.
         """
         roots, exponent = self.find_roots()
+        product = functools.reduce(torch.mul, [factor.mantissa for factor in self.factors])
         root = functools.reduce(torch.mul, roots)
-        return scale_by_power(root * root, 2 * exponent)
+        gamma = product if self.arithmetic.order == 2 else root * root
+        return scale_by_power(gamma, 2 * exponent)
 
     def log2(self) -> Tensor:
         """The binary logarithm of gamma, exact at any depth.

@@ -50,6 +50,7 @@ class ModelGammas:
 
     def select(self, parameters: Sequence[Tensor], p: float, keep: bool = False) -> list[Gamma | None]:
         """gamma of each of these; None where it is taken to be 1."""
+        self.tensors.read(self.graph)  # which checks that the model is still the same
         if not any(map(self.is_normalised, parameters)):
             return [None] * len(parameters)
         gammas, names = self.measure(p, keep), self.tensors.names

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from pathsgd.optim.relative.blocks import find_blocks
 from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.optim.relative.blocks import find_blocks
 
 
 def blocks_of(model, *shape, tokens=False):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pathsgd.optim.gamma_cache import GammaCache
+from pathsgd.optim.relative import captured_step, steps
+from pathsgd.optim.relative.gpu.step import KernelStep
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon
 from pathsgd.graph.export import tensors_in
-from pathsgd.optim.gamma_cache import GammaCache
-from pathsgd.optim.relative import captured_step, steps
-from pathsgd.optim.relative.gpu.step import KernelStep
 from support.events import AT, CAPTURES, nothing
 from support.networks import Mlp, build, traced
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pathsgd.optim.relative import captured_step, default_rate, steps
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
-from pathsgd.optim.relative import captured_step, default_rate, steps
 from support.events import CAPTURES, nothing
 from support.networks import Mlp, Recurrent, SmallResNet, Transformer, build
 

@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 import torch
+from pathsgd.optim.relative import default_rate
+from pathsgd.optim.relative.captured_step import CapturedStep
 from torch import nn
 
 from pathsgd import PathAdam, PathMuon
-from pathsgd.optim.relative import default_rate
-from pathsgd.optim.relative.captured_step import CapturedStep
 
 DEFAULTS = {PathMuon: PathMuon.default_lr, PathAdam: PathAdam.default_lr}
 

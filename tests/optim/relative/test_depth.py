@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
+from pathsgd.optim.relative import depth as depth_module
+from pathsgd.optim.relative.blocks import find_blocks
+from pathsgd.optim.relative.depth import find_depths
 from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, trace
-from pathsgd.optim.relative import depth as depth_module
-from pathsgd.optim.relative.blocks import find_blocks
-from pathsgd.optim.relative.depth import find_depths
 
 
 def find_most(model, x):

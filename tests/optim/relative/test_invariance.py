@@ -7,12 +7,12 @@ import functools
 
 import pytest
 import torch
+from pathsgd.geometry.rescale import apply_factors
 from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import PathAdam, PathMuon
-from pathsgd.geometry.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support import cases, networks
 

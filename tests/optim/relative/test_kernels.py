@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
+from pathsgd.geometry.rescale import name_factors
+from pathsgd.optim.relative.spectral import KEY
 from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, rescale, trace
-from pathsgd.geometry.rescale import name_factors
 from pathsgd.graph.unit_classes import unit_classes_of
-from pathsgd.optim.relative.spectral import KEY
 from support.networks import Mlp, Recurrent, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

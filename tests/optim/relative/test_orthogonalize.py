@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from pathsgd.optim.relative import muon
 from pathsgd.optim.relative.muon import iterate, iterate_gram, make_diagonal, orthogonalize
 

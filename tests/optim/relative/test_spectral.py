@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from pathsgd.optim.relative.spectral import KEY, find_spectral_norms
 from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathNormalized
-from pathsgd.optim.relative.spectral import KEY, find_spectral_norms
 
 SHAPES = [(8, 30), (50, 20), (1, 6), (16, 1)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from pathsgd.optim.relative import sums
 from pathsgd.optim.relative.sums import LARGE, find_norms, measure_turn
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from pathsgd.geometry.canonical import measure_unit_factors
+from pathsgd.geometry.range_check import measure_in_range
 from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import PathAdam, PathMuon
-from pathsgd.geometry.canonical import measure_unit_factors
-from pathsgd.geometry.range_check import measure_in_range
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import Transformer, Vgg

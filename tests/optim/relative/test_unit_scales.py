@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
+from pathsgd.geometry.canonical import LEAST
+from pathsgd.optim.relative.steps import RelativeSteps
+from pathsgd.optim.relative.unit_scales import KEY
 from torch import nn
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, trace
-from pathsgd.geometry.canonical import LEAST
 from pathsgd.graph.export import tensors_in
-from pathsgd.optim.relative.steps import RelativeSteps
-from pathsgd.optim.relative.unit_scales import KEY
 from support import cases, networks
 
 OPTIMIZERS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pathsgd.optim import gamma_cache
+from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD, clip_path_grad_norm_
-from pathsgd.optim import gamma_cache
-from pathsgd.optim.capture_from_start import capture_after, capture_from_start
 from support.networks import Mlp, SmallResNet, Transformer, Vgg, build
 
 pytestmark = pytest.mark.gpu

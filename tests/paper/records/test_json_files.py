@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from pathsgd.console.files import write_atomically
+
 from pathsgd.errors import PathError
 from pathsgd.paper.records.folder_lock import lock_folder
 from pathsgd.paper.records.json_files import encode_line, write_json
