@@ -1,0 +1,167 @@
+"""Runs, sweeps and studies from Python. The command line calls these functions, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pathsgd import PathError
+from study.claims import find_undecided, judge_claims
+from study.config import Run, Setup, Study, StudySetup
+from study.dataset import Dataset, short_name
+from study.figures import draw_all
+from study.files import encode_json, lock_folder, read_json, remove_temporaries, write_json
+from study.methods import METHODS
+from study.progress import Progress
+from study.report import write_report
+from study.results import Choice, DataInfo, StudyResults
+from study.run_queue import RunQueue, choose_lanes, find_device
+from study.runs import RunRecord
+from study.sources import load
+from study.step_cost import measure_step_cost
+from study.step_size_search import search_step_sizes
+from study.tables import make_tables
+from study.training import check_enough_points
+
+Data = Mapping[str, Dataset]
+"""Data sets by their name in a run or a study; those that are missing are loaded."""
+STALE = ("choices.json", "claims.json", "cost.json", "report.html")
+
+
+def train(
+    run: Run, out: Path | str, setup: Setup | None = None, *, data: Dataset | None = None,
+    progress: Progress | None = None,
+) -> RunRecord:  # fmt: skip
+    """Trains one network, and records every epoch in ``out/runs/<run.name>``.
+
+    An interrupted run is resumed from its checkpoint, and ends with the same numbers. A run that is recorded
+    already is not trained again.
+    """
+    setup = setup or Setup()
+    datasets = _load([run.dataset], setup, {run.dataset: data} if data else None)
+    run = dataclasses.replace(run, data=datasets[run.dataset].checksum)
+    check_enough_points(datasets[run.dataset], run)
+    with _open(out, datasets, run.hidden, setup, progress, keep_checkpoints=True) as queue:
+        return queue.train_all(METHODS[run.method].label, [run])[run]
+
+
+def sweep(
+    study: Study, out: Path | str, setup: StudySetup | None = None, *, data: Data | None = None,
+    progress: Progress | None = None,
+) -> list[Choice]:  # fmt: skip
+    """Chooses a step size for each of ``study.cells()``, and writes it to ``out/choices.json``."""
+    setup = setup or StudySetup()
+    datasets = _load(study.datasets, setup, data)
+    with _open(out, datasets, study.hidden, setup, progress) as queue:
+        return search_step_sizes(study, _begin_study(study, queue, setup.replace), queue)
+
+
+def reproduce(
+    study: Study, out: Path | str, setup: StudySetup | None = None, *, data: Data | None = None,
+    progress: Progress | None = None, figures: bool = True,
+) -> StudyResults:  # fmt: skip
+    """Runs a whole study: chooses step sizes, trains the final runs, judges the claims, draws the figures.
+
+    In a study from one start the claims cannot be judged: its methods are ranked instead.
+
+    The same call resumes a study that was interrupted, on a CPU with the same numbers to the last bit. Runs
+    are found by their configuration: a changed study keeps the runs it shares with the old one.
+    """
+    setup = setup or StudySetup()
+    datasets = _load(study.datasets, setup, data)
+    with _open(out, datasets, study.hidden, setup, progress) as queue:
+        infos = _begin_study(study, queue, setup.replace)
+        choices = search_step_sizes(study, infos, queue)
+        checksums = {name: info.checksum for name, info in infos.items()}
+        finals = [run for c in choices for run in c.final_runs(study, checksums[c.cell.dataset])]
+        queue.train_all("final runs", finals)
+        if study.more_repeats:
+            undecided = find_undecided(StudyResults.load(queue.out))
+            hanging = [choice for choice in choices if choice.cell in undecided]
+            more = [run for c in hanging for run in c.more_runs(study, checksums[c.cell.dataset])]
+            queue.train_all("further seeds", more)
+        queue.progress.message("timing a step")
+        cost = measure_step_cost(study, infos[study.datasets[0]], queue.device)
+        write_json(queue.out / "cost.json", dataclasses.asdict(cost))
+        results = StudyResults.load(queue.out)
+        _conclude(results, queue.progress, figures)
+    return results
+
+
+def redraw(out: Path | str, *, progress: Progress | None = None) -> StudyResults:
+    """Judges the claims, draws the figures and writes the report of a recorded study. Trains nothing."""
+    results = StudyResults.load(Path(out))
+    _conclude(results, progress or Progress(), figures=True)
+    return results
+
+
+def _conclude(results: StudyResults, progress: Progress, figures: bool) -> None:
+    out, claims = results.out, judge_claims(results) if results.study.compares_starts else []
+    if claims:
+        write_json(out / "claims.json", [dataclasses.asdict(claim) for claim in claims])
+    if figures:
+        progress.message("drawing the figures")
+        drawn = draw_all(results, out / "figures")
+        for old in set((out / "figures").glob("figure*.*")) - set(drawn):
+            old.unlink()  # of another study in the same folder
+        write_report(results, make_tables(results), claims, drawn, out / "report.html")
+
+
+def _load(names: Sequence[str], setup: Setup, given: Data | None) -> dict[str, Dataset]:
+    for data in (given or {}).values():
+        data.check_learnable()
+    missing = [name for name in names if name not in (given or {})]
+    loaded = {name: load(name, setup.data_dir, download=setup.download) for name in missing}
+    return {**loaded, **(given or {})}
+
+
+@contextmanager
+def _open(
+    out: Path | str, datasets: Data, hidden: Sequence[int], setup: Setup, progress: Progress | None,
+    keep_checkpoints: bool = False,
+) -> Iterator[RunQueue]:  # fmt: skip
+    """Locks the folder, and makes the queue that trains networks of this size."""
+    device, seconds = find_device(setup.device), setup.checkpoint_seconds
+    networks = [(data.features, *hidden, data.classes) for data in datasets.values()]
+    weights = max(sum(a * b for a, b in pairwise(widths)) for widths in networks)
+    lanes = choose_lanes(device, weights, setup.lanes if isinstance(setup, StudySetup) else None)
+    with lock_folder(Path(out)):
+        yield RunQueue(Path(out), datasets, device, lanes, progress or Progress(), seconds, keep_checkpoints)
+
+
+def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, DataInfo]:
+    """Checks that the study can be run, and writes its configuration into the folder."""
+    for run in study.all_search_runs():
+        check_enough_points(queue.datasets[run.dataset], run)
+    infos, out = {name: DataInfo.of(queue.datasets[name]) for name in study.datasets}, queue.out
+    study_fields = dataclasses.asdict(study)
+    data_fields = {name: dataclasses.asdict(info) for name, info in infos.items()}
+    different = _find_differences(out / "study.json", study_fields, dataclasses.asdict(Study()))
+    different += [f"data of {short_name(n)}" for n in _find_differences(out / "data.json", data_fields, {})]
+    if different and not replace:
+        advice = "--replace it: its runs stay, and those in common are not run again"
+        other = f"{out} holds another study ({', '.join(different)} differ)"
+        raise PathError(f"{other}: choose another folder (--out), or {advice}")
+    for name in STALE if different else ():
+        (out / name).unlink(missing_ok=True)
+    remove_temporaries(out)
+    write_json(out / "study.json", study_fields)
+    write_json(out / "data.json", data_fields)
+    return infos
+
+
+def _find_differences(path: Path, values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Names of entries in which a JSON file is not this; an entry that it lacks is at its default."""
+    if not path.exists():
+        return []
+    try:
+        old = read_json(path, dict)
+    except PathError:
+        return [path.name]
+    old, values = json.loads(encode_json({**defaults, **old})), json.loads(encode_json(values))
+    return [name for name in {**old, **values} if old.get(name) != values.get(name)]

@@ -1,0 +1,197 @@
+"""Readers of the files that data sets come in: idx, the binary version of CIFAR, MATLAB 5, npz.
+
+Nothing is unpickled: reading a pickle runs the code in it. A broken file ends in one line that names it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pathsgd import PathError
+from study.dataset import Dataset
+
+Split = tuple[Tensor, Tensor]
+"""Inputs (n, features) and labels (n,) int64."""
+GZIP = b"\x1f\x8b"
+CIFAR_PIXELS = 3 * 32 * 32
+NPZ_NAMES = ("train_x", "train_y", "test_x", "test_y")
+MOST_BYTES = 4 << 30
+"""Bound on what a gzip file inflates to."""
+MOST_CLASSES = 1 << 16
+DIGITS_TEST_EVERY = 5
+
+
+def one_line(error: BaseException) -> str:
+    """Describes an error without the file name that an OSError repeats."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _broken(path: Path, fault: str) -> PathError:
+    return PathError(f"{path} {fault}: delete it to have it downloaded again, or put the original there")
+
+
+def _read_bytes(path: Path) -> bytearray:
+    """Reads a file, gzipped or not."""
+    try:
+        with path.open("rb") as file:
+            if file.peek(2)[:2] != GZIP:
+                return bytearray(file.read())
+            with gzip.open(file) as stream:
+                return bytearray(stream.read(MOST_BYTES))
+    except (OSError, EOFError, zlib.error) as error:
+        raise _broken(path, f"cannot be read to its end ({one_line(error)})") from error
+
+
+def _check_labels(labels: Tensor, classes: int, path: Path, first: int = 0) -> None:
+    lowest, largest, last = int(labels.min()), int(labels.max()), first + classes - 1
+    if lowest < first or largest > last:
+        raise _broken(path, f"has labels from {lowest} to {largest}, expected {first} to {last}")
+
+
+def read_mnist(paths: Sequence[Path]) -> Split:
+    images, labels = paths
+    x, y = _read_idx(images, (28, 28)), _read_idx(labels, ()).long()
+    if len(x) != len(y):
+        raise _broken(images, f"has {len(x)} images and {labels.name} {len(y)} labels")
+    _check_labels(y, 10, labels)
+    return x.flatten(1), y
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """Reads bytes of shape (n, *shape), after a big-endian magic number and the sizes."""
+    body, axes = _read_bytes(path), 1 + len(shape)
+    start = 4 + 4 * axes
+    if len(body) < start:
+        raise _broken(path, f"ends within its header, after {len(body)} of {start} bytes")
+    magic, count, *sizes = struct.unpack_from(f">{1 + axes}I", body)
+    if magic != 0x0800 + axes:
+        raise _broken(path, f"starts with {magic:#010x}, expected {0x0800 + axes:#010x} (idx)")
+    if tuple(sizes) != shape:
+        wrong, right = ("x".join(map(str, one)) for one in (sizes, shape))
+        raise _broken(path, f"holds images of {wrong} pixels, expected {right}")
+    size = count * math.prod(shape)
+    if not count or len(body) != start + size:
+        raise _broken(path, f"promises {count} examples of {size} bytes and holds {len(body) - start}")
+    return torch.frombuffer(body, dtype=torch.uint8, offset=start).view(count, *shape)
+
+
+def read_cifar(paths: Sequence[Path], labels: Sequence[int]) -> Split:
+    """Reads records of label bytes and 3072 pixels. ``labels`` has the classes of each label byte; the last
+    one is kept: CIFAR-100 has the superclass before the class."""
+    splits = [_read_cifar_file(path, labels) for path in paths]
+    return torch.cat([x for x, _ in splits]), torch.cat([y for _, y in splits])
+
+
+def _read_cifar_file(path: Path, labels: Sequence[int]) -> Split:
+    body, record = _read_bytes(path), len(labels) + CIFAR_PIXELS
+    left = len(body) % record
+    if not body or left:
+        raise _broken(path, f"has {len(body)} bytes, expected records of {record} ({left} are left over)")
+    records = torch.frombuffer(body, dtype=torch.uint8).view(-1, record)
+    for place, classes in enumerate(labels):  # superclasses too: they tell a shifted file from a sound one
+        _check_labels(records[:, place], classes, path)
+    return records[:, len(labels) :].contiguous(), records[:, len(labels) - 1].long()
+
+
+def read_svhn(paths: Sequence[Path]) -> Split:
+    """Reads a MATLAB 5 file with X (32, 32, 3, n) and y (n, 1), where 10 stands for digit 0."""
+    import scipy.io
+
+    (path,) = paths
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scipy warns of an array it cannot read and gives a string
+            arrays = scipy.io.loadmat(path, appendmat=False, variable_names=["X", "y"])
+    except Exception as error:  # whatever a broken file makes the parser raise
+        raise _broken(path, f"is no sound MATLAB 5 file ({one_line(error)})") from error
+    x, y = (np.asarray(arrays.get(name, ())) for name in ("X", "y"))
+    count = x.shape[-1]
+    sound = x.shape == (32, 32, 3, count) and y.shape == (count, 1) and x.dtype == np.uint8
+    if not sound or y.dtype.kind not in "iuf" or (y % 1).any():
+        raise _broken(path, f"has X {x.shape} of {x.dtype} and y {y.shape} of {y.dtype}")
+    labels = torch.tensor(y.reshape(-1).tolist()).long()
+    _check_labels(labels, 10, path, first=1)
+    return torch.from_numpy(x).permute(3, 2, 0, 1).reshape(count, -1).contiguous(), labels % 10
+
+
+def read_digits() -> Dataset:
+    """scikit-learn's digits: 1797 images of 8x8 pixels with 17 shades.
+
+    They come without a split, in the order of their writers. The fifth, tenth, ... example of each class is
+    for testing: both parts have every writer and every class in proportion, and nothing is drawn at random.
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x, y = torch.tensor(bunch.data).to(torch.uint8), torch.tensor(bunch.target).long()
+    nth = torch.nn.functional.one_hot(y).cumsum(0).gather(1, y[:, None])[:, 0]  # of its class, from 1
+    test = nth % DIGITS_TEST_EVERY == 0
+    return Dataset("digits", (1, 8, 8), 10, x[~test], y[~test], x[test], y[test], highest=16.0)
+
+
+def read_npz(name: str, path: Path) -> Dataset:
+    """Reads train_x, train_y, test_x and test_y.
+
+    Inputs are (n, features), (n, height, width) or (n, channels, height, width). uint8 is divided by 255;
+    floats have to be finite and are taken as they are. Labels are whole numbers from 0.
+    """
+    if not path.is_file():
+        raise PathError(f"{path} is not a file: name one as {name}=FILE.npz")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = [one for one in NPZ_NAMES if one not in arrays]
+            values = {one: arrays[one] for one in NPZ_NAMES if one in arrays}
+    except Exception as error:  # whatever a broken file makes zipfile and numpy raise
+        raise PathError(f"{path} is no sound npz file ({one_line(error)}): use numpy.savez") from error
+    if missing:
+        raise PathError(f"{path} lacks {', '.join(missing)}: save {', '.join(NPZ_NAMES)} with numpy.savez")
+    train, test = (_convert_inputs(values[f"{split}_x"], path, f"{split}_x") for split in ("train", "test"))
+    train_y, test_y = (
+        _convert_labels(values[f"{split}_y"], path, f"{split}_y") for split in ("train", "test")
+    )
+    if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
+        shapes = (
+            f"train_x {tuple(train.shape)} of {train.dtype} and test_x {tuple(test.shape)} of {test.dtype}"
+        )
+        raise PathError(f"{path} has {shapes}: save both with one shape and one type")
+    shape, classes = tuple(train.shape[1:]), 1 + max(int(train_y.max()), int(test_y.max()))
+    highest = 255.0 if train.dtype == torch.uint8 else 1.0
+    shape = (1, *shape) if len(shape) == 2 else shape
+    return Dataset(name, shape, classes, train.flatten(1), train_y, test.flatten(1), test_y, highest)
+
+
+def _convert_inputs(array: Any, path: Path, name: str) -> Tensor:
+    if (
+        array.ndim not in (2, 3, 4)
+        or not array.size
+        or not (array.dtype == np.uint8 or array.dtype.kind == "f")
+    ):
+        expected = (
+            "uint8 or floats of shape (n, features), (n, height, width) or (n, channels, height, width)"
+        )
+        raise PathError(f"{path} has {name} {array.shape} of {array.dtype}, expected {expected}")
+    x = torch.tensor(array)
+    if x.dtype != torch.uint8 and not bool(torch.isfinite(x := x.float()).all()):
+        raise PathError(f"{path} has {name} with values that are not finite in float32: mend or drop them")
+    return x
+
+
+def _convert_labels(array: Any, path: Path, name: str) -> Tensor:
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise PathError(f"{path} has {name} {array.shape} of {array.dtype}, expected (n,) of an integer type")
+    lowest, largest = int(array.min()), int(array.max())
+    if lowest < 0 or largest >= MOST_CLASSES:
+        raise PathError(f"{path} has {name} from {lowest} to {largest}, expected 0 to {MOST_CLASSES - 1}")
+    return torch.tensor(array.astype("int64"))

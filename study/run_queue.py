@@ -1,0 +1,203 @@
+"""Training of many runs: each from its checkpoint to its end, several at a time on a CPU, none twice."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pathsgd import PathError
+from study.config import Run
+from study.dataset import Dataset
+from study.manifest import add_manifest
+from study.progress import Progress
+from study.runs import Metrics, RunFolder, RunRecord, Status
+from study.training import LossAndError, Trainer, TrainingData, prepare_data, trace_network
+
+HOPELESS = 0.9
+"""Fraction of the error of guessing: a run that is not below it after its grace is stopped."""
+SMALL_NETWORK = 1 << 20
+"""Weights below which a network is trained no faster by several threads."""
+MAX_CPU_LANES = 4
+CACHED_DATA = 2
+"""Training sets kept on the device, shared by runs."""
+
+
+@dataclass(frozen=True)
+class RunQueue:
+    """Runs of one folder, and what trains them."""
+
+    out: Path
+    datasets: Mapping[str, Dataset]
+    device: torch.device
+    lanes: int
+    """Runs at a time."""
+    progress: Progress
+    checkpoint_seconds: float = 30.0
+    keep_checkpoints: bool = False
+    """Whether the last checkpoint stays when a run has ended."""
+    _cache: dict[tuple[object, ...], TrainingData] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find_record(self, run: Run) -> RunRecord | None:
+        """Returns the record of a run that has ended, cleaned up after a kill at its end."""
+        folder = RunFolder(self.out / "runs", run)
+        record = folder.find_record(self.keep_checkpoints)
+        if record is not None:
+            folder.clean_up(self.keep_checkpoints)
+        return record
+
+    def train_all(self, title: str, runs: Sequence[Run]) -> dict[Run, RunRecord]:
+        """Returns the records of these runs, trained where there is none yet."""
+        records = {run: record for run in runs if (record := self.find_record(run)) is not None}
+        missing = [run for run in runs if run not in records]
+        if records:
+            self.progress.message(f"{title}: {len(records)} of {len(runs)} done before")
+        if not missing:
+            return records
+        self.progress.start_phase(title, sum(run.epochs for run in missing))
+        add_manifest(self.out / "manifest.json", self.device)
+        for run in missing:
+            data = self.datasets[run.dataset]
+            trace_network(data.features, *run.hidden, data.classes)  # not beside other runs: see there
+        if self.lanes == 1:
+            return records | {run: self._train(run, self.progress.epoch) for run in missing}
+        return records | self._train_in_threads(missing)
+
+    def _train_in_threads(self, runs: Sequence[Run]) -> dict[Run, RunRecord]:
+        stopping = threading.Event()
+
+        def on_epoch(run: Run, metrics: Metrics) -> None:
+            if stopping.is_set():
+                raise KeyboardInterrupt
+            self.progress.epoch(run, metrics)
+
+        with ThreadPoolExecutor(self.lanes) as pool:
+            futures = [pool.submit(self._train, run, on_epoch) for run in runs]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for failed in (future for future in futures if future.done() and future.exception()):
+                    failed.result()
+                return {run: future.result() for run, future in zip(runs, futures, strict=True)}
+            except BaseException:
+                stopping.set()
+                for future in futures:
+                    future.cancel()
+                raise
+
+    def _train(self, run: Run, on_epoch: Callable[[Run, Metrics], None]) -> RunRecord:
+        folder = RunFolder(self.out / "runs", run)
+        record = train_run(
+            run, self._prepare(run), folder, on_epoch, self.checkpoint_seconds, self.keep_checkpoints
+        )
+        self.progress.run_ended(record)
+        return record
+
+    def _prepare(self, run: Run) -> TrainingData:
+        key = (run.dataset, run.validation, run.seed.split if run.validation else 0, run.centre, run.batch)
+        with self._lock:
+            if key not in self._cache:
+                while len(self._cache) >= CACHED_DATA:
+                    del self._cache[next(iter(self._cache))]
+                self._cache[key] = prepare_data(self.datasets[run.dataset], run, self.device)
+            return self._cache[key]
+
+
+def train_run(
+    run: Run,
+    data: TrainingData,
+    folder: RunFolder,
+    on_epoch: Callable[[Run, Metrics], None],
+    checkpoint_seconds: float,
+    keep_checkpoint: bool = False,
+) -> RunRecord:
+    """Trains from the start, or from the checkpoint, to the end. An interruption changes no number."""
+    if data.train_x.is_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = run.tf32
+    start = time.monotonic()
+    trainer = Trainer(run, data)
+    saved = folder.load()
+    if saved is None:
+        lines = [_metrics(run, 0, trainer.evaluate(data.train_x, data.train_y), trainer)]
+    else:
+        state, lines = saved
+        trainer.load_state_dict(state)
+    folder.begin(lines)
+    for line in lines:
+        on_epoch(run, line)
+    saved_at = time.monotonic()
+    status, reason = _judge(run, lines, data.classes)
+    while status is None:
+        lines.append(_metrics(run, len(lines), trainer.train_epoch(), trainer))
+        folder.add_line(lines[-1])
+        on_epoch(run, lines[-1])
+        status, reason = _judge(run, lines, data.classes)
+        due = time.monotonic() - saved_at >= checkpoint_seconds
+        if due or (status is not None and keep_checkpoint):
+            folder.save(lines, trainer.state_dict())
+            saved_at = time.monotonic()
+    folder.end(status, reason, time.monotonic() - start, keep_checkpoint)
+    record = folder.find_record()
+    assert record is not None
+    return record
+
+
+def _metrics(run: Run, epoch: int, trained: LossAndError, trainer: Trainer) -> Metrics:
+    evaluated = trainer.evaluate(trainer.data.evaluated_x, trainer.data.evaluated_y)
+    return {
+        "epoch": epoch,
+        "train_loss": trained.loss,
+        "train_error": trained.error,
+        f"{run.evaluates_on}_loss": evaluated.loss,
+        f"{run.evaluates_on}_error": evaluated.error,
+    }
+
+
+def _judge(run: Run, lines: list[Metrics], classes: int) -> tuple[Status | None, str]:
+    """Whether a run is at its end, and why."""
+    epoch, last = len(lines) - 1, lines[-1]
+    losses = [last["train_loss"], last[f"{run.evaluates_on}_loss"]]
+    if any(loss is None or not math.isfinite(loss) for loss in losses):
+        return "diverged", f"the loss was not finite in epoch {epoch}"
+    if run.grace and epoch == run.grace < run.epochs:
+        best = min(line[f"{run.evaluates_on}_error"] for line in lines[1:])
+        guessing = 1 - 1 / classes
+        if best >= HOPELESS * guessing:
+            return (
+                "stopped",
+                f"an error of {best:.1%} after {epoch} epochs, where guessing has {guessing:.1%}",
+            )
+    return ("done", "") if epoch >= run.epochs else (None, "")
+
+
+def find_device(name: str | None) -> torch.device:
+    """Returns the device of this name; without a name a GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except Exception as error:  # whatever a backend that is not there raises
+        raise PathError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def choose_lanes(device: torch.device, weights: int, lanes: int | None) -> int:
+    """Sets torch's threads for networks of this many weights; returns the number of runs at a time.
+
+    On a CPU small networks are run with one thread each, several at a time, and large ones with all threads,
+    one at a time. The number of threads depends on nothing else: it may change the last bits of a sum.
+    """
+    if lanes is not None and not 1 <= lanes <= (1 if device.type == "cuda" else 16):
+        raise PathError(f"Invalid number of lanes: {lanes} (1 to 16 on a CPU, 1 on a GPU)")
+    if device.type == "cuda" or weights >= SMALL_NETWORK:
+        return lanes or 1
+    torch.set_num_threads(1)
+    sys.setswitchinterval(5e-4)  # a step is shorter than the 5 ms that Python takes otherwise
+    return lanes or min(os.cpu_count() or 1, MAX_CPU_LANES)
