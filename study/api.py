@@ -8,28 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pathsgd import PathError
 from study.claims import find_undecided, judge_claims
 from study.config import Run, Setup, Study, StudySetup
-from study.dataset import Dataset, short_name
+from study.data import Dataset, short_name
 from study.figures import draw_all
-from study.files import encode_json, lock_folder, read_json, remove_temporaries, write_json
+from study.files import encode_json, from_json, lock_folder, read_json, write_json
 from study.methods import METHODS
-from study.progress import Progress
 from study.report import write_report
-from study.results import Choice, DataInfo, StudyResults
-from study.run_queue import RunQueue, choose_lanes, find_device
-from study.runs import RunRecord
+from study.run_queue import Progress, RunQueue, choose_lanes, find_device
+from study.runs import Choice, DataInfo, RunRecord, StudyResults
 from study.sources import load
 from study.step_cost import measure_step_cost
 from study.step_size_search import search_step_sizes
 from study.tables import make_tables
 from study.training import check_enough_points
 
-Data = Mapping[str, Dataset]
-"""Data sets by their name in a run or a study; those that are missing are loaded."""
+Data = Mapping[str, Dataset]  # data sets by their name in a run or a study; those that are missing are loaded
 STALE = ("choices.json", "claims.json", "cost.json", "report.html")
 
 
@@ -139,29 +135,19 @@ def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, Data
     for run in study.all_search_runs():
         check_enough_points(queue.datasets[run.dataset], run)
     infos, out = {name: DataInfo.of(queue.datasets[name]) for name in study.datasets}, queue.out
-    study_fields = dataclasses.asdict(study)
-    data_fields = {name: dataclasses.asdict(info) for name, info in infos.items()}
-    different = _find_differences(out / "study.json", study_fields, dataclasses.asdict(Study()))
-    different += [f"data of {short_name(n)}" for n in _find_differences(out / "data.json", data_fields, {})]
-    if different and not replace:
-        advice = "--replace it: its runs stay, and those in common are not run again"
-        other = f"{out} holds another study ({', '.join(different)} differ)"
-        raise PathError(f"{other}: choose another folder (--out), or {advice}")
-    for name in STALE if different else ():
-        (out / name).unlink(missing_ok=True)
-    remove_temporaries(out)
-    write_json(out / "study.json", study_fields)
-    write_json(out / "data.json", data_fields)
+    data = {name: json.loads(encode_json(dataclasses.asdict(info))) for name, info in infos.items()}
+    if (out / "study.json").exists():
+        old = from_json(Study, read_json(out / "study.json"), str(out / "study.json"))
+        old_data = read_json(out / "data.json", dict) if (out / "data.json").exists() else data
+        different = [name for name, value in vars(study).items() if getattr(old, name) != value]
+        different += [f"data of {short_name(name)}" for name in data if old_data.get(name) != data[name]]
+        if different and not replace:
+            other = (
+                f"{out} holds another study ({', '.join(different)} differ): choose another folder (--out)"
+            )
+            raise PathError(f"{other}, or --replace it: runs in common are not run again")
+        for name in STALE if different else ():
+            (out / name).unlink(missing_ok=True)
+    write_json(out / "study.json", dataclasses.asdict(study))
+    write_json(out / "data.json", data)
     return infos
-
-
-def _find_differences(path: Path, values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Names of entries in which a JSON file is not this; an entry that it lacks is at its default."""
-    if not path.exists():
-        return []
-    try:
-        old = read_json(path, dict)
-    except PathError:
-        return [path.name]
-    old, values = json.loads(encode_json({**defaults, **old})), json.loads(encode_json(values))
-    return [name for name in {**old, **values} if old.get(name) != values.get(name)]

@@ -20,10 +20,10 @@ from tyro.conf import arg
 from pathsgd import PathError
 from study.api import redraw, reproduce, sweep, train
 from study.config import PRESETS, Run, Setup, Study, StudySetup
-from study.dataset import TABLE_1, Dataset, dimensionality
+from study.data import TABLE_1, Dataset, dimensionality
 from study.files import from_json, read_json
-from study.progress import TerminalProgress, describe_metrics
-from study.results import StudyResults
+from study.run_queue import Progress
+from study.runs import StudyResults
 from study.sources import SOURCES, default_data_dir, describe_missing, load
 from study.tables import align, summarize_study, tabulate_choices
 
@@ -61,7 +61,7 @@ class Reproduce(StudyCommand):
     laptop. `--preset paper` is the full size, on MNIST, CIFAR-10, CIFAR-100 and SVHN, for a GPU.
 
     After Ctrl-C or a crash the same command resumes, and on a CPU ends with the same numbers to the last bit.
-    A changed study keeps the runs it has in common with the old. The results go to pathsgd-PRESET, or to --out.
+    A changed study keeps the runs it has in common with the old. Results go to pathsgd-PRESET, or to --out.
 
     examples:
       python -m study reproduce
@@ -73,7 +73,7 @@ class Reproduce(StudyCommand):
 def run_reproduce(arguments: Sequence[str]) -> int:
     options = _parse_study(Reproduce, arguments, "reproduce")
     out = options.out or Path(f"pathsgd-{options.preset}")
-    _print_summary(reproduce(options.study, out, options.setup, progress=TerminalProgress(options.quiet)))
+    _print_summary(reproduce(options.study, out, options.setup, progress=Progress(options.quiet)))
     return 0
 
 
@@ -94,7 +94,7 @@ class Sweep(StudyCommand):
 def run_sweep(arguments: Sequence[str]) -> int:
     options = _parse_study(Sweep, arguments, "sweep")
     out = options.out or Path("pathsgd-sweep")
-    choices = sweep(options.study, out, options.setup, progress=TerminalProgress(options.quiet))
+    choices = sweep(options.study, out, options.setup, progress=Progress(options.quiet))
     print(f"\n{tabulate_choices(choices)}\n\nrecorded in {out}")
     return 0 if all(choice.best for choice in choices) else 1
 
@@ -128,10 +128,9 @@ def run_train(arguments: Sequence[str]) -> int:
     source = _parse_known(ConfigFile, arguments).config
     start = Run() if source is None else from_json(Run, read_json(source), str(source))
     options = _parse(Train, arguments, "train", Train(config=source, run=start))
-    progress = TerminalProgress(options.quiet, every_epoch=True)
+    progress = Progress(options.quiet, every_epoch=True)
     record = train(options.run, options.out, options.setup, progress=progress)
-    status = f"{record.status}: {record.reason}" if record.reason else record.status
-    print(f"{status}: {describe_metrics(record.lines[-1])}")
+    print(f"{record.status}: {record.reason}" if record.reason else record.status)
     print(f"recorded in {options.out / 'runs' / record.run.name}")
     return 1 if record.status == "diverged" else 0
 
@@ -146,12 +145,11 @@ class Figures:
       python -m study figures pathsgd-small
     """
 
-    folder: tyro.conf.Positional[Path]
-    """The folder of a study: --out of `python -m study reproduce`."""
+    folder: tyro.conf.Positional[Path]  # the folder of a study: --out of `python -m study reproduce`
 
 
 def run_figures(arguments: Sequence[str]) -> int:
-    _print_summary(redraw(_parse(Figures, arguments, "figures").folder, progress=TerminalProgress()))
+    _print_summary(redraw(_parse(Figures, arguments, "figures").folder, progress=Progress(quiet=False)))
     return 0
 
 

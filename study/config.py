@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Suppress, arg
 
 from pathsgd import PathError
-from study.dataset import short_name
+from study.data import short_name
 from study.methods import find_method
 
 Init = Literal["balanced", "unbalanced", "powers-of-two"]
@@ -234,6 +234,5 @@ class Setup:
 class StudySetup(Setup):
     """Setup of a study, which has many runs."""
 
-    lanes: int | None = None
-    """runs at a time on a CPU; by default small networks one per core, at most 4"""
+    lanes: int | None = None  # runs at a time on a CPU; by default small networks one per core, at most 4
     replace: bool = False  # let this study replace another in its folder

@@ -1,19 +1,183 @@
-"""The paper's figures, drawn as PNG and SVG from what a study has recorded, and their captions."""
+"""The paper's figures as PNG and SVG, with captions. Figure 1: what an unbalanced start does to SGD."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.figure import Figure
 
-from study.curves import first_part
-from study.figure1 import draw_figure1, find_pair
+from study.config import Cell
 from study.files import write_atomically
-from study.learning_curves import draw_learning, title_of
+from study.learning_curves import (
+    LINES,
+    CurveStyle,
+    clean_axes,
+    curve_of,
+    draw_curve,
+    draw_learning,
+    drawable,
+    first_part,
+    format_size,
+    loss_range,
+    set_ranges,
+    settled,
+    title_of,
+)
 from study.methods import METHODS
-from study.results import StudyResults
+from study.one_step_examples import OneStepExample, SmallNet, explosion, poor_updates
+from study.runs import StudyResults
+
+STYLES = {
+    "balanced": CurveStyle("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
+    "unbalanced": CurveStyle("#0b3c7d", "s", LINES["unbalanced"], 1.8, filled=False, band=True),
+}
+"""The paper's colours: balanced red, unbalanced blue."""
+Point = tuple[float, float]
+NET_HEIGHT = 0.8
+STAGES = ("before", "after one SGD step", "after one Path-SGD step")
+
+
+def draw_figure1(results: StudyResults) -> Any:
+    figure: Any = Figure(figsize=(11, 7.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.15))
+    left, right = top.subfigures(1, 2, width_ratios=(1, 1.6))
+    a, b, c = left.subplots(), right.subplots(), bottom.subplots()
+    _draw_training(a, results)
+    draw_example(b, explosion(), width=0.57)
+    b.set_title("(b) Weight explosion: $x = 1$, $\\delta = -1$, step size 1", pad=10)
+    draw_example(c, poor_updates(), width=0.64)
+    c.set_title("(c) Poor updates: $x = (1, 1)$, $\\delta = (-1, {-}1)$, step size 1", pad=10)
+    figure.suptitle("Figure 1. What an unbalanced start does to SGD", fontsize=11)
+    return figure
+
+
+def find_pair(results: StudyResults) -> tuple[Cell, Cell] | None:
+    """Balanced and unbalanced cell of panel (a): SGD on MNIST without dropout, or what is nearest."""
+    study = results.study
+    methods = sorted((m for m in study.methods if not METHODS[m].invariant), key=lambda name: name != "sgd")
+    datasets = sorted(study.datasets, key=lambda name: name != "mnist")
+    for name, dropout, dataset in itertools.product(methods, sorted(study.dropouts), datasets):
+        pair = Cell(dataset, dropout, "balanced", name), Cell(dataset, dropout, "unbalanced", name)
+        if all(cell in results.finals for cell in pair) and results.finals[pair[0]]:
+            return pair
+    return None
+
+
+def _draw_training(axes: Any, results: StudyResults) -> None:
+    """Draws panel (a)."""
+    pair = find_pair(results)
+    if pair is None:
+        axes.set_title("(a) Training with SGD, balanced and unbalanced")
+        axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="0.4")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    last = results.study.epochs
+    curves = {cell: curve_of(results.finals[cell], "train_loss", last) for cell in pair}
+    shown = loss_range([curves[pair[0]]])
+    for k, (cell, curve) in enumerate(curves.items()):
+        records = results.finals[cell]
+        how = f"step size {format_size(records[0].run.step_size)}" if records else "no step size ended well"
+        if shown.leaves(curve.values(settled(last))):
+            how += f", beyond at {curve.last:.3g}"
+        if curve.ends:
+            how += f", {len(curve.ends)} of {len(records)} diverged"
+        label = f"{cell.init}, {how}"
+        draw_curve(axes, curve, STYLES[cell.init], shown, offset=0.5 * k, last=last, label=label)
+    set_ranges(axes, shown, last)
+    dropout = f", dropout {pair[0].dropout:g}" if pair[0].dropout else ""
+    axes.set_title(f"(a) {METHODS[pair[0].method].label} on {drawable(title_of(pair[0].dataset))}{dropout}")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("cross-entropy training loss")
+    # Below the panel: the curves may be anywhere in it.
+    axes.figure.legend(frameon=False, fontsize=8, handlelength=3.4, loc="outside lower center")
+    clean_axes(axes)
+
+
+def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
+    """Draws two rows, the balanced network and the unbalanced one; a column for each stage, one unit wide."""
+    axes.set_axis_off()
+    axes.set_xlim(0, 3)
+    axes.set_ylim(0, 2.5)
+    for column, (stage, gap) in enumerate(zip(STAGES, example.gaps, strict=True)):
+        middle, differs = column + 0.5, gap > 1e-9
+        verdict = f"outputs differ by {gap:.5g}" if differs else "same function"
+        weight, style = ("bold", "normal") if differs else ("normal", "italic")
+        axes.text(middle, 2.5, stage, ha="center", va="top", fontsize=9, fontweight="bold")
+        axes.text(middle, 0, verdict, ha="center", va="bottom", fontsize=9, fontweight=weight, style=style)
+        if column:
+            axes.plot([column] * 2, [0, 2.45], color="0.85", linewidth=0.8)
+    for name, nets, bottom in (
+        ("balanced", example.balanced, 1.42),
+        ("unbalanced", example.unbalanced, 0.3),
+    ):
+        axes.text(0, bottom + 0.4, name, rotation=90, ha="left", va="center", fontsize=9)
+        for column, net in enumerate(nets):
+            corner = column + 0.13, bottom
+            _draw_net(axes, net, example.x, corner, width, nets[0] if column else None)
+
+
+def _draw_net(
+    axes: Any, net: SmallNet, x: Sequence[float], corner: Point, width: float, before: SmallNet | None
+) -> None:
+    """Draws inputs on the left, outputs on the right; on a chain the changes of its weights, too."""
+    sizes = [len(x), *(len(layer) for layer in net.layers)]
+
+    def place(k: int, unit: int) -> Point:
+        height = 1 - unit / (sizes[k] - 1) if sizes[k] > 1 else 0.5
+        return corner[0] + k / (len(sizes) - 1) * width, corner[1] + height * NET_HEIGHT
+
+    for k, layer in enumerate(net.layers):
+        for unit, row in enumerate(layer):
+            for source, weight in enumerate(row):
+                ends = place(k, source), place(k + 1, unit)
+                _draw_edge(axes, *ends, weight, level=source == unit)
+                if before is not None and max(sizes) == 1:
+                    _draw_change(axes, *ends, weight - before.layers[k][unit][source])
+    for k, count in enumerate(sizes):
+        for unit in range(count):
+            inner = "white" if k else "0.88"
+            axes.plot(*place(k, unit), "o", markersize=15, color=inner, markeredgecolor="0.15", zorder=4)
+            if k == 0:
+                text = f"{x[unit]:.5g}"
+                axes.text(*place(k, unit), text, ha="center", va="center_baseline", fontsize=8, zorder=5)
+    for unit, output in enumerate(net.outputs):
+        axes.annotate(
+            f"{output:.5g}", place(len(sizes) - 1, unit), (11, 0), textcoords="offset points", va="center",
+            fontsize=9, fontweight="bold",
+        )  # fmt: skip
+
+
+def _draw_edge(axes: Any, start: Point, end: Point, weight: float, level: bool) -> None:
+    width = min(max(1 + 0.8 * math.log10(abs(weight) or 1e-9), 0.5), 3.0)
+    arrow = {
+        "arrowstyle": "-|>,head_width=0.16,head_length=0.32", "shrinkA": 8, "shrinkB": 8, "color": "0.45",
+        "linewidth": width, "mutation_scale": 10,
+    }  # fmt: skip
+    axes.annotate("", end, start, arrowprops=arrow, zorder=2)
+    # Crossing edges carry their weights before they cross, where it is clear whose they are.
+    along = 0.5 if level else 0.29
+    place = [a + along * (b - a) for a, b in zip(start, end, strict=True)]
+    box = None if level else {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.annotate(
+        f"{weight:.5g}", place, (0, 3 if level else 0), textcoords="offset points", ha="center",
+        va="bottom" if level else "center", fontsize=8, bbox=box, zorder=3,
+    )  # fmt: skip
+
+
+def _draw_change(axes: Any, start: Point, end: Point, by: float) -> None:
+    place = [(a + b) / 2 for a, b in zip(start, end, strict=True)]
+    axes.annotate(
+        f"{by:+.5g}", place, (0, -5), textcoords="offset points", ha="center", va="top", fontsize=8,
+        color="0.35", style="italic",
+    )  # fmt: skip
+
 
 DPI = 150
 RC: dict[Any, Any] = {

@@ -1,39 +1,31 @@
-"""Files and folders: atomic writes, JSON that is checked against dataclasses, locks and checksums."""
+"""Files and folders: atomic writes, JSON that is checked against dataclasses, locks."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import sys
 import types
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import filelock
-from torch import Tensor
 
 from pathsgd import PathError
 
 T = TypeVar("T")
-CHUNK_BYTES = 1 << 24
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside ``path`` and renames, so that there is the old file or the new one, never a part.
-
-    An OSError names ``path``, not the temporary file.
-    """
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
+    """Writes beside ``path`` and renames, so that there is the old file or the new one, never a part."""
+    temporary = path.parent / f".{path.name}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -44,12 +36,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Removes what a kill in :func:`write_atomically` has left in a folder that nobody else writes to."""
-    for left in folder.glob(f".*.{'[0-9a-f]' * 8}"):
-        left.unlink(missing_ok=True)
 
 
 def encode_json(value: Any) -> bytes:
@@ -84,10 +70,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     with suppress(FileNotFoundError, ValueError):
         for line in path.read_bytes().split(b"\n")[:-1]:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                break
-            lines.append(value)
+            lines.append(dict(json.loads(line)))
     return lines
 
 
@@ -108,24 +91,19 @@ def from_json(config: type[T], values: Any, where: str) -> T:
 
 
 def _check(kind: Any, value: Any, where: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return from_json(kind, value, where)  # type: ignore[arg-type]
-    if get_origin(kind) in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise PathError(f"{where}: expected a list, found {value!r}")
-        return get_origin(kind)(_check(get_args(kind)[0], one, where) for one in value)
-    if get_origin(kind) in (Union, types.UnionType):  # None or one type
-        (kind,) = (one for one in get_args(kind) if one is not type(None))
-        return None if value is None else _check(kind, value, where)
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise PathError(f"{where}: expected one of {', '.join(get_args(kind))}, found {value!r}")
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        return origin(_check(parts[0], one, where) for one in value)
+    if origin in (Union, types.UnionType):  # one type or None
+        return None if value is None else _check(parts[0], value, where)
+    if kind is float and type(value) is int:
+        return float(value)
+    if value in parts if origin is Literal else type(value) is kind:
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise PathError(f"{where}: expected {kind.__name__}, found {value!r}")
-    return value
+    expected = f"one of {', '.join(parts)}" if origin is Literal else "a list" if origin else kind.__name__
+    raise PathError(f"{where}: expected {expected}, found {value!r}")
 
 
 @contextmanager
@@ -148,34 +126,3 @@ def lock_folder(folder: Path, option: str = "--out", wait: bool = False) -> Iter
         yield
     finally:
         lock.release()
-
-
-def checksum_state(head: bytes, state: Any) -> str:
-    """Returns the sha256 of some bytes and of every bit of a state dict."""
-    digest = hashlib.sha256(head)
-    _add_state(digest, state)
-    return digest.hexdigest()
-
-
-def _add_state(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        add_tensor(digest, value.detach().cpu())
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            digest.update(repr(key).encode())
-            _add_state(digest, one)
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"{len(value)}".encode())
-        for one in value:
-            _add_state(digest, one)
-    else:
-        digest.update(repr(value).encode())
-
-
-def add_tensor(digest: Any, tensor: Tensor) -> None:
-    """Adds the bytes of a CPU tensor of any type to a hash; numpy has no bfloat16."""
-    whole = tensor.contiguous()
-    size, start = whole.numel() * whole.element_size(), whole.data_ptr()
-    for k in range(0, size, CHUNK_BYTES):
-        digest.update(ctypes.string_at(start + k, min(CHUNK_BYTES, size - k)))

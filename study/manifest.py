@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 
-import pathsgd
 from pathsgd import PathError
 from study.files import read_json, write_json
 
@@ -44,7 +42,6 @@ def _make_manifest(device: torch.device) -> Manifest:
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m study", *sys.argv[1:]]),
         "revision": _find_revision(),
-        "source": _checksum_source(),
         "python": platform.python_version(),
         "packages": {name: text for name in PACKAGES if (text := _find_version(name))},
         "system": f"{platform.system()} {platform.machine()}",
@@ -58,15 +55,6 @@ def _find_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _checksum_source() -> str:
-    """Checksum of the library's and the study's files: a revision with changes does not say which."""
-    digest = hashlib.sha256()
-    for package in (Path(pathsgd.__file__).parent, Path(__file__).parent):
-        for path in sorted(package.rglob("*.py")):
-            digest.update(f"{path.relative_to(package.parent).as_posix()}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _find_revision() -> str | None:

@@ -12,16 +12,14 @@ from torch.optim.optimizer import Optimizer
 
 from pathsgd import PathError, PathGraph, PathNormalized, PathSGD
 
-Make = Callable[[nn.Module, PathGraph, float, float], Any]
-"""(model, its graph, lr, p) -> an optimizer."""
+Make = Callable[[nn.Module, PathGraph, float, float], Any]  # (model, its graph, lr, p) -> an optimizer
 
 
 @dataclass(frozen=True)
 class Method:
     label: str
     make: Make
-    invariant: bool = False
-    """Whether a rescaling of the network changes nothing."""
+    invariant: bool = False  # whether a rescaling of the network changes nothing
 
 
 def _torch(kind: type[Optimizer], **options: Any) -> Make:

@@ -10,18 +10,16 @@ from typing import Any
 
 import jinja2
 
-from study.claims import Claim
-from study.comparison import LAST_EPOCHS
+from study.claims import LAST_EPOCHS, Claim
 from study.figures import write_caption
 from study.files import write_atomically
 from study.learning_curves import format_size, title_of
 from study.manifest import Manifest
 from study.methods import METHODS
-from study.results import StudyResults, describe
-from study.tables import COMPARISON_HEAD, Table, explain_demo, list_missing, tabulate_choices
+from study.runs import StudyResults, describe
+from study.tables import COMPARISON_HEAD, Table, explain_demo, tabulate_choices
 
-LARGEST_SVG = 600_000
-"""Bytes above which a figure is embedded as PNG."""
+LARGEST_SVG = 600_000  # bytes above which a figure is embedded as PNG
 IMAGE_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
@@ -43,7 +41,6 @@ def write_report(
         comparison_head=COMPARISON_HEAD,
         demo=explain_demo(results),
         last=LAST_EPOCHS,
-        missing=list_missing(results),
         figures=[_embed(name, results, figures) for name in dict.fromkeys(path.stem for path in figures)],
         tables=tables,
         search=tabulate_choices(results.choices),

@@ -9,26 +9,50 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from pathsgd import PathError
 from study.config import Run
-from study.dataset import Dataset
+from study.data import Dataset
+from study.files import encode_line
 from study.manifest import add_manifest
-from study.progress import Progress
-from study.runs import Metrics, RunFolder, RunRecord, Status
+from study.runs import Metrics, RunFolder, RunRecord, Status, describe
 from study.training import LossAndError, Trainer, TrainingData, prepare_data, trace_network
 
-HOPELESS = 0.9
-"""Fraction of the error of guessing: a run that is not below it after its grace is stopped."""
-SMALL_NETWORK = 1 << 20
-"""Weights below which a network is trained no faster by several threads."""
+HOPELESS = 0.9  # fraction of the error of guessing: a run that is not below it after its grace is stopped
+SMALL_NETWORK = 1 << 20  # weights below which a network is trained no faster by several threads
 MAX_CPU_LANES = 4
-CACHED_DATA = 2
-"""Training sets kept on the device, shared by runs."""
+
+
+class Progress:
+    """Prints the progress of long work, unless it is quiet. Override what you need.
+
+    Runs that are trained at the same time call from threads of their own. An exception ends the work; what
+    was recorded is resumed next time.
+    """
+
+    def __init__(self, quiet: bool = True, every_epoch: bool = False) -> None:
+        self.quiet, self.every_epoch = quiet, every_epoch
+
+    def start_phase(self, title: str, epochs: int) -> None:
+        self.message(f"{title}: {epochs} epoch{'s at most' if epochs > 1 else ''}")
+
+    def epoch(self, run: Run, metrics: Metrics) -> None:
+        """Reports an epoch of a run; a resumed run reports the recorded ones again."""
+        if self.every_epoch:
+            self.message(encode_line(metrics).decode().strip())
+
+    def run_ended(self, record: RunRecord) -> None:
+        if not record.run.validation and not self.every_epoch:
+            run = f"{describe(record.run)}, step size {record.run.step_size:g}, seed {record.run.seed.init}"
+            self.message(f"{run}: {record.status}, test error {record.errors[-1]:.2%}")
+
+    def message(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -38,14 +62,10 @@ class RunQueue:
     out: Path
     datasets: Mapping[str, Dataset]
     device: torch.device
-    lanes: int
-    """Runs at a time."""
+    lanes: int  # runs at a time
     progress: Progress
     checkpoint_seconds: float = 30.0
-    keep_checkpoints: bool = False
-    """Whether the last checkpoint stays when a run has ended."""
-    _cache: dict[tuple[object, ...], TrainingData] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    keep_checkpoints: bool = False  # whether the last checkpoint stays when a run has ended
 
     def find_record(self, run: Run) -> RunRecord | None:
         """Returns the record of a run that has ended, cleaned up after a kill at its end."""
@@ -96,19 +116,15 @@ class RunQueue:
     def _train(self, run: Run, on_epoch: Callable[[Run, Metrics], None]) -> RunRecord:
         folder = RunFolder(self.out / "runs", run)
         record = train_run(
-            run, self._prepare(run), folder, on_epoch, self.checkpoint_seconds, self.keep_checkpoints
+            run,
+            prepare_data(self.datasets[run.dataset], run, self.device),
+            folder,
+            on_epoch,
+            self.checkpoint_seconds,
+            self.keep_checkpoints,
         )
         self.progress.run_ended(record)
         return record
-
-    def _prepare(self, run: Run) -> TrainingData:
-        key = (run.dataset, run.validation, run.seed.split if run.validation else 0, run.centre, run.batch)
-        with self._lock:
-            if key not in self._cache:
-                while len(self._cache) >= CACHED_DATA:
-                    del self._cache[next(iter(self._cache))]
-                self._cache[key] = prepare_data(self.datasets[run.dataset], run, self.device)
-            return self._cache[key]
 
 
 def train_run(

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pathsgd import PathError
-from study.dataset import Dataset
+from study.data import Dataset, Split, one_line, read_cifar, read_digits, read_mnist, read_npz, read_svhn
 from study.files import lock_folder
-from study.readers import Split, one_line, read_cifar, read_digits, read_mnist, read_npz, read_svhn
 
 RETRIES = 3
 TIMEOUT_SECONDS = 30.0

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from pathsgd import PathSGD
 from study.config import Study
 from study.manifest import device_name
-from study.results import DataInfo, StepCost
-from study.training import make_network
+from study.runs import DataInfo, StepCost
+from study.training import capture, make_network
 
-SECONDS = 3.0
-LR = 1e-30
-"""So small that no weight changes: a network that diverges would be timed on NaNs."""
-WARM_UP_STEPS = 8
-CPU_ROUNDS = 3
-"""Rounds with new models: where one happens to lie in memory can cost a third of its speed."""
-STEPS_PER_SAMPLE = 20
-"""Steps on a GPU between two synchronisations."""
+SECONDS = 1.5  # time for each method
+LR = 1e-30  # so small that no weight changes: a network that diverges would be timed on NaNs
+ROUNDS = 3
+"""Rounds in which the methods take turns, with new models: where one lies in memory can cost a third of its
+speed."""
 
 
 def measure_step_cost(study: Study, info: DataInfo, device: torch.device) -> StepCost:
-    """Times whole training steps of both methods in turn; on a GPU they are captured in CUDA graphs."""
+    """Times whole training steps; on a GPU they are captured in CUDA graphs."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = study.tf32
     widths = math.prod(info.shape), *study.hidden, info.classes
     x = torch.randn(study.batch, widths[0], device=device)
     y = torch.randint(info.classes, (study.batch,), device=device)
-    rounds = 1 if x.is_cuda else CPU_ROUNDS
     times: dict[str, list[float]] = {"sgd": [], "path": []}
-    for _ in range(rounds):
-        steps = {name: _make_step(name, make_network(*widths).to(device), x, y) for name in times}
-        end = time.monotonic() + SECONDS / rounds
-        while time.monotonic() < end or len(times["path"]) < 3:
-            for name, step in steps.items():
-                times[name].append(_time(step, device))
-    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    threads = torch.get_num_threads()
+    for _ in range(ROUNDS):
+        for name, values in times.items():
+            step = _make_step(name, make_network(*widths).to(device), x, y)
+            timer = Timer("step()", globals={"step": step}, num_threads=threads)
+            values.append(1e6 * timer.blocked_autorange(min_run_time=SECONDS / ROUNDS).median)
     medians = statistics.median(times["sgd"]), statistics.median(times["path"])
-    return StepCost("-".join(map(str, widths)), device_name(device) + threads, *medians)
+    machine = device_name(device) + (f", threads: {threads}" if device.type == "cpu" else "")
+    return StepCost("-".join(map(str, widths)), machine, *medians)
 
 
-def _make_step(name: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Callable[[], None]:
+def _make_step(name: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Callable[[], object]:
     optimizer: torch.optim.Optimizer = (
         torch.optim.SGD(model.parameters(), LR, fused=True) if name == "sgd" else PathSGD(model, x[:1], lr=LR)
     )
@@ -60,25 +56,5 @@ def _make_step(name: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Callabl
     if not x.is_cuda:
         step()
         return step
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.optimizer = optimizer  # type: ignore[attr-defined]  # a graph does not keep what it works on
-    return graph.replay
-
-
-def _time(step: Callable[[], None], device: torch.device) -> float:
-    """Microseconds of a step."""
-    count = STEPS_PER_SAMPLE if device.type == "cuda" else 1
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count * 1e6
+    graph = capture(step, step)
+    return lambda: (optimizer, graph.replay())  # a graph does not keep what it works on

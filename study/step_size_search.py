@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from study.config import Study
 from study.files import write_json
-from study.results import Choice, DataInfo, Trial, is_edge
 from study.run_queue import RunQueue
-from study.runs import RunRecord
+from study.runs import Choice, DataInfo, RunRecord, Trial, is_edge
 
 CLEARLY_AHEAD = 0.8
 """Fraction of the error of guessing: with a winner below it, stopped runs stay stopped. A run is stopped at

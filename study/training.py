@@ -1,9 +1,13 @@
-"""Training of one network: its data, its initial weights, its epochs, with a state that can be saved."""
+"""Training of one network: its data, its initial weights, its epochs, with a state that can be saved.
+
+On a GPU a step is a CUDA graph that is replayed for every batch of an epoch.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,9 +17,79 @@ from torch import Tensor, nn
 
 from pathsgd import PathError, PathGraph, trace, unbalance
 from study.config import Run
-from study.cuda_graph import CapturedStep
-from study.dataset import Dataset
+from study.data import Dataset
 from study.methods import find_method
+
+WARM_UP_STEPS = 8
+
+
+def capture(
+    step: Callable[[], object], warm_up: Callable[[], object], *generators: torch.Generator
+) -> torch.cuda.CUDAGraph:
+    """Captures a step that draws from these generators, after a few calls of ``warm_up``."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph
+
+
+class CapturedStep:
+    """One step of a trainer: gathers its batch, trains on it and advances to the next."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.steps, batch = trainer.steps, trainer.run.batch
+        self.points = torch.zeros(len(trainer.outputs), dtype=torch.int64, device=trainer.device)
+        self.first_batch = torch.arange(batch, device=trainer.device)
+        self.places = self.first_batch.clone()
+        groups, state, generator = (
+            trainer.optimizer.param_groups,
+            trainer.optimizer.state,
+            trainer.dropout_generator,
+        )
+        rates, drawn = [group["lr"] for group in groups], generator.get_state()
+        before = {
+            (p, name): value.clone()
+            for p, values in state.items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+
+        def step() -> None:
+            trainer.step(self.points[self.places], self.places)
+            self.places += batch
+
+        def warm_up() -> None:
+            """Takes a step at learning rate 0, and restores what it leaves behind."""
+            for group in groups:
+                group["lr"] = 0.0
+            self.places.copy_(self.first_batch)
+            step()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            with torch.no_grad():
+                # In place, since kernels keep addresses of the state. What was not there before becomes zero.
+                for p, values in state.items():
+                    for name, value in values.items():
+                        if isinstance(value, Tensor):
+                            value.copy_(before[p, name]) if (p, name) in before else value.zero_()
+            generator.set_state(drawn)
+
+        self.graph = capture(step, warm_up, generator)
+
+    def train_epoch(self, points: Tensor) -> None:
+        self.points.copy_(points)
+        self.places.copy_(self.first_batch)
+        for _ in range(self.steps):
+            self.graph.replay()
+
 
 EVALUATED_AT_ONCE = 10_000
 
@@ -32,29 +106,30 @@ class TrainingData:
 
 
 def check_enough_points(data: Dataset, run: Run) -> None:
-    count, left = len(data.train_y), len(data.train_y) - run.validation
-    if left <= 0:
-        raise PathError(
-            f"{run.dataset} has {count} training points; {run.validation} cannot be kept out for "
-            "validation: --validation"
-        )
+    left = len(data.train_y) - run.validation
     if run.batch > left:
-        raise PathError(
-            f"{run.dataset} has {left} points to train on, less than a batch of {run.batch}: --batch"
-        )
+        kept_out = f"{run.validation} kept out for validation of {len(data.train_y)}"
+        raise PathError(f"{run.dataset} has {left} points to train on ({kept_out}), batches have {run.batch}")
 
 
 def prepare_data(data: Dataset, run: Run, device: torch.device) -> TrainingData:
     """Splits off the validation points, or takes the test set, and subtracts the training mean."""
     check_enough_points(data, run)
+    return _prepare_data(data, run.validation, run.seed.split if run.validation else 0, run.centre, device)
+
+
+@functools.lru_cache(maxsize=2)  # shared by runs
+def _prepare_data(
+    data: Dataset, validation: int, seed: int, centre: bool, device: torch.device
+) -> TrainingData:
     train_x, train_y = data.scaled(data.train_x), data.train_y
     evaluated_x, evaluated_y = data.scaled(data.test_x), data.test_y
-    if run.validation:
-        order = torch.randperm(len(train_y), generator=torch.Generator().manual_seed(run.seed.split))
-        kept, out = order[run.validation :], order[: run.validation]
+    if validation:
+        order = torch.randperm(len(train_y), generator=torch.Generator().manual_seed(seed))
+        kept, out = order[validation:], order[:validation]
         evaluated_x, evaluated_y = train_x[out], train_y[out]
         train_x, train_y = train_x[kept], train_y[kept]
-    if run.centre:
+    if centre:
         mean = train_x.double().mean(0).float()
         train_x, evaluated_x = train_x - mean, evaluated_x - mean
     tensors = (tensor.to(device) for tensor in (train_x, train_y, evaluated_x, evaluated_y))
