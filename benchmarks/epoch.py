@@ -17,13 +17,11 @@ from pathlib import Path
 import torch
 
 from pathsgd.console.devices import device_name
-from pathsgd.paper.config import Run
-from pathsgd.paper.data.dataset import Dataset
-from pathsgd.paper.data.load import load
-from pathsgd.paper.optimizers import METHODS
-from pathsgd.paper.training.cuda_graph import use_own_streams
-from pathsgd.paper.training.trainer import Trainer
-from pathsgd.paper.training.training_data import prepare_data
+from study.config import Run
+from study.data import Dataset
+from study.methods import METHODS
+from study.sources import load
+from study.training import Trainer, prepare_data, use_own_streams
 
 
 def like_cifar() -> Dataset:

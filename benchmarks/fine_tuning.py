@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.paper.data.load import load
+from study.sources import load
 
 OUT = Path(__file__).resolve().parent.parent / "results" / "optim" / "fine-tuning-cpu.txt"
 SEEDS, STEPS, LENGTH = 3, 200, 32

@@ -26,14 +26,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.transfer.networks import GPT
-from benchmarks.transfer.tasks import Text, text
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pathsgd
+from benchmarks.transfer.networks import GPT
+from benchmarks.transfer.tasks import Text, text
 from pathsgd.console.devices import allow_tf32, device_name
 from pathsgd.console.muon import hidden_matrices
 from pathsgd.graph.path_graph import PathGraph

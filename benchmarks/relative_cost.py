@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.transfer.networks import GPT, NETWORKS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pathsgd
+from benchmarks.transfer.networks import GPT, NETWORKS
 from pathsgd._torch import foreach
 from pathsgd.console.devices import device_name
 from pathsgd.console.muon import hidden_matrices

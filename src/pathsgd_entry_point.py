@@ -12,15 +12,11 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "reproduce": ("pathsgd.paper.commands.reproduce", "run the paper's whole study, small or at full size"),
-    "sweep": ("pathsgd.paper.commands.sweep", "choose step sizes on validation points"),
-    "train": ("pathsgd.paper.commands.train", "train one network"),
-    "figures": ("pathsgd.paper.commands.figures", "redraw the figures and the report of a study"),
-    "data": ("pathsgd.paper.commands.data", "get the paper's data sets, check them and print its Table 1"),
     "inspect": ("pathsgd.inspect.inspect_command", "print a model's path graph, path norm and imbalance"),
     "bench": ("pathsgd.bench.bench_command", "time a training step of Path-SGD and of torch's optimizers"),
 }
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
+STUDY_COMMANDS = ("reproduce", "sweep", "train", "figures", "data")
 
 
 USAGE = """\
@@ -45,6 +41,9 @@ def answer(arguments: Sequence[str]) -> int | None:
     if first in ("-h", "--help"):
         print(usage)
         return 0
+    if first in STUDY_COMMANDS:
+        print(f"pathsgd: the study is run from a clone, by `python -m study {first}`", file=sys.stderr)
+        return 2
     unknown = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
     print(unknown if first else usage, file=sys.stderr)
     return 2

@@ -55,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         from pathsgd import PathError
         from study import commands
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return _fail(f"the study needs {error.name}: pip install -e '.[study]'")
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -74,7 +74,8 @@ def _run(arguments: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         text = str(error).splitlines()[0] if str(error) else "MemoryError"
         # A CPU reports a full memory in a plain RuntimeError.
-        if isinstance(error, RuntimeError) and "memory" not in text and "overflowed" not in text:
+        parts = ("out of memory", "allocate memory", "not enough memory", "overflowed")
+        if isinstance(error, RuntimeError) and not any(part in text for part in parts):
             raise
         return _fail(f"out of memory: {text}; try smaller --hidden, or --lanes 1")
 

@@ -1,6 +1,6 @@
 """Imports inside the package point one way: graph <- geometry <- optim <- console <- tools <- cli.
 
-The tools (inspect, bench, paper) reach the library by its public names only.
+The tools (inspect, bench) and the study beside the package reach the library by its public names only.
 """
 
 import ast
@@ -30,11 +30,11 @@ MAY_IMPORT = {
     "console": {"errors", "_torch", "functional", PUBLIC},
     "inspect": {"errors", "functional", "console", PUBLIC},
     "bench": {"errors", "functional", "console", PUBLIC},
-    "paper": {"errors", "functional", "console", PUBLIC},
-    "cli": {"errors", "functional", "console", "inspect", "bench", "paper", PUBLIC},
+    "cli": {"errors", "functional", "console", "inspect", "bench", PUBLIC},
 }
 ROOM_NAMES = {f"pathsgd.{room}" for room in MAY_IMPORT}
-TOOLS = {"console", "inspect", "bench", "paper", "cli"}
+TOOLS = {"console", "inspect", "bench", "cli", "study"}
+MAY_IMPORT["study"] = {"functional", PUBLIC}
 
 
 def imported_names(tree: ast.Module, package: list[str]) -> Iterator[tuple[ast.AST, list[str]]]:
@@ -65,9 +65,10 @@ def lazy_statements(tree: ast.Module) -> set[ast.AST]:
 def wrong_imports(src: Path) -> list[str]:
     """One line for each import under ``src/pathsgd`` that points where it must not."""
     found = []
-    for path in sorted((src / "pathsgd").rglob("*.py")):
-        file = path.relative_to(src)
-        room = path.relative_to(src / "pathsgd").with_suffix("").parts[0]
+    study = src / "study" if (src / "study").exists() else src.parent / "study"
+    for path in sorted([*(src / "pathsgd").rglob("*.py"), *study.rglob("*.py")]):
+        file = path.relative_to(src if path.is_relative_to(src) else src.parent)
+        room = "study" if file.parts[0] == "study" else file.with_suffix("").parts[1]
         if room not in MAY_IMPORT:
             found.append(f"{file}: belongs to no room; give {room!r} a line in MAY_IMPORT")
             continue
@@ -76,7 +77,11 @@ def wrong_imports(src: Path) -> list[str]:
         needs_triton = "gpu" in file.parts
         for node, name in imported_names(tree, list(file.parts[:-1])):
             where = f"{file}:{node.lineno}: {'.'.join(name)}"
-            if name[0] == "pathsgd":
+            if name[0] == "study" and room != "study":
+                found.append(f"{where}: {room} may not import study")
+            elif name[0] == "study":
+                continue
+            elif name[0] == "pathsgd":
                 target = name[1] if len(name) > 1 and name[1] in MAY_IMPORT else PUBLIC
                 if target != room and target not in MAY_IMPORT[room]:
                     found.append(f"{where}: {room} may not import {target}")
@@ -115,20 +120,21 @@ def write_module(src: Path, file: str, source: str) -> None:
         ("graph/trace.py", "import pathsgd", "graph may not import the public names"),
         ("graph/trace.py", "from pathsgd.dag import Dag", "graph may not import dag"),
         ("geometry/norms.py", "from pathsgd.console import tables", "geometry may not import console"),
-        ("console/tables.py", "from pathsgd.paper import config", "console may not import paper"),
+        ("console/tables.py", "from study import config", "console may not import study"),
         ("console/tables.py", "from pathsgd.geometry import norms", "console may not import geometry"),
         ("inspect/weights.py", "from pathsgd.graph.trace import trace", "inspect may not import graph"),
-        ("inspect/weights.py", "from pathsgd.paper import config", "inspect may not import paper"),
+        ("inspect/weights.py", "from study.config import Run", "inspect may not import study"),
         ("bench/measure.py", "from pathsgd.optim import path_sgd", "bench may not import optim"),
-        ("paper/sweep.py", "from pathsgd import dag", "paper may not import dag"),
-        ("paper/sweep.py", "from pathsgd.bench import measure", "paper may not import bench"),
-        ("paper/sweep.py", "def f():\n    pathsgd.geometry.norms.phi()", "paper may not import geometry"),
-        ("paper/sweep.py", "from pathsgd import cli", "paper may not import cli"),
+        ("../study/sweep.py", "from pathsgd import dag", "study may not import dag"),
+        ("../study/sweep.py", "from pathsgd.bench import measure", "study may not import bench"),
+        ("../study/sweep.py", "from pathsgd.console import files", "study may not import console"),
+        ("../study/sweep.py", "def f():\n    pathsgd.geometry.norms.phi()", "study may not import geometry"),
+        ("../study/sweep.py", "from pathsgd import cli", "study may not import cli"),
         ("cli.py", "from pathsgd.optim import PathSGD", "cli may not import optim"),
         ("dag.py", "from .geometry import norms", "dag may not import geometry"),
         ("errors.py", "import pathsgd.graph", "errors may not import graph"),
         ("_torch.py", "from .errors import PathError", "_torch may not import errors"),
-        ("__init__.py", "from .paper import cli", "__init__ may not import paper"),
+        ("__init__.py", "import study", "__init__ may not import study"),
         ("graph/trace.py", "import numpy as np", "only tools may import more than torch"),
         ("optim/path_sgd.py", "def f():\n    import triton", "only tools may import more than"),
         ("optim/fused/sgd.py", "import triton.language as tl", "only tools may import more than"),
@@ -153,9 +159,9 @@ def test_a_wrong_import_is_found(tmp_path, file, source, complaint):
         ("optim/path_sgd.py", "from pathsgd.geometry import gamma\nfrom ..graph import trace"),
         ("optim/fused/gpu/code.py", "import triton.language as tl"),
         ("optim/fused/sgd.py", "def f():\n    from pathsgd.optim.fused.gpu import code\n    return code"),
-        ("paper/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
+        ("../study/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
         ("inspect/weights.py", "import pathsgd\nfrom pathsgd.console import files\npathsgd.balance(model)"),
-        ("cli.py", "from pathsgd.paper.commands import train\nfrom pathsgd.inspect import command"),
+        ("cli.py", "import tyro\nfrom pathsgd.inspect import command"),
     ],
 )
 def test_a_right_import_passes(tmp_path, file, source):

@@ -10,8 +10,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from pathsgd.paper.figures.network_diagram import draw_example
-from pathsgd.paper.figures.one_step_examples import poor_updates
+from study.figures import draw_example
+from study.one_step_examples import poor_updates
 
 
 def draw(path: Path) -> None:

@@ -53,8 +53,14 @@ sys.exit(code)
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
     wrong = run_python(program, "trian")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of reproduce, ")
+    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect, ")
     assert wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", pathsgd_entry_point.STUDY_COMMANDS)
+def test_a_command_of_the_study_is_answered_with_where_it_is(name, capsys):
+    assert cli.main([name]) == 2
+    assert capsys.readouterr().err == f"pathsgd: the study is run from a clone, by `python -m study {name}`\n"
 
 
 def test_without_tyro_it_says_what_to_install(monkeypatch, capsys):
