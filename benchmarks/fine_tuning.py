@@ -1,10 +1,10 @@
 """Fine-tuning: PathMuon and PathAdam at their default rate and below, beside AdamW at seven rates.
 
 Three networks that AdamW has trained go on with a few examples of another task; three seeds. About half an
-hour on one core. DATA holds MNIST and SVHN, as `pathsgd data` downloads them. Writes
+hour on one core. DATA holds MNIST and SVHN, as `python -m study data` downloads them. Writes
 results/optim/fine-tuning-cpu.txt.
 
-    python benchmarks/fine_tuning.py DATA [TASK ...]
+    PYTHONPATH=. python benchmarks/fine_tuning.py DATA [TASK ...]
 """
 
 from __future__ import annotations

@@ -348,11 +348,11 @@ def _log_ratio_of(name: str) -> Callable[[RunRecord, RunRecord], float]:
 
 def _speed(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Comparison]:
     for cells, label, pairs in _find_rivals(results, dropouts):
-        effect = Effect("epochs ratio", ("Path-SGD", label), measure(pairs, _compare_epochs), below=0.0)
+        effect = Effect("epochs ratio", ("Path-SGD", label), measure(pairs, compare_epochs), below=0.0)
         yield compare(_where(cells[1], f"Path-SGD / {label}"), cells, effect, counts=_counts(cells[1]))
 
 
-def _compare_epochs(first: RunRecord, second: RunRecord) -> float:
+def compare_epochs(first: RunRecord, second: RunRecord) -> float:
     """Ratio of the epochs that each of two runs takes to the lowest training loss that both reach."""
     loss = find_common_loss([first, second])
     return log_ratio(count_epochs_to(loss, first) or 0, count_epochs_to(loss, second) or 0)

@@ -1,6 +1,6 @@
 """Draws docs/figures/figure1c.svg, panel (c) of the paper's Figure 1, from computed steps.
 
-Run it from anywhere: python docs/figures/draw_figure1c.py
+Run it from the root of the repository: PYTHONPATH=. python docs/figures/draw_figure1c.py
 """
 
 from __future__ import annotations

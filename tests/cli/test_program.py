@@ -73,7 +73,7 @@ def test_without_tyro_it_says_what_to_install(monkeypatch, capsys):
 def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pathsgd_entry_point", "train"], text=True,
+        [sys.executable, "-m", "pathsgd_entry_point", "inspect"], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SRC)])},
     )  # fmt: skip
@@ -84,20 +84,10 @@ def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
     assert (process.returncode, printed, errors) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["train", "--hiden", "3"], "--hidden"),
-        (["train", "--epochs", "many"], "--epochs"),
-        (["train", "--init", "odd"], "powers-of-two"),
-        (["sweep", "--preset"], "--preset"),
-        (["inspect"], "TARGET"),
-    ],
-)
-def test_a_wrong_option_is_named(arguments, part, capsys):
+def test_a_wrong_option_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
-    assert part in capsys.readouterr().err
+        cli.main(["inspect"])
+    assert "TARGET" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from study.claims import (
     Effect,
     compare,
     confidence_interval,
-    count_epochs,
+    compare_epochs,
     count_epochs_to,
+    find_common_loss,
     find_t,
     log_ratio,
     mean_of_last,
@@ -131,12 +132,11 @@ def record(losses, status="done"):
 
 def test_effects_of_pairs():
     fast, slow = record([9.0, 3.0, 2.0, 1.0]), record([9.0, 4.0, 3.0, 2.0])
-    assert count_epochs(fast, slow) == (2, 3)  # to a loss of 2
-    assert count_epochs(slow, fast) == (3, 2)
+    assert find_common_loss([fast, slow]) == 2.0
     assert [count_epochs_to(loss, slow) for loss in (9.0, 4.0, 3.5, 1.9)] == [1, 1, 2, None]
     lost = record([9.0, NAN], "diverged")
     pairs = [(fast, slow), (lost, slow), (fast, None), (lost, None)]
-    found = measure(pairs, lambda a, b: log_ratio(*count_epochs(a, b)))
+    found = measure(pairs, compare_epochs)
     assert found[:3] == [math.log(2 / 3), INF, -INF]
     assert math.isnan(found[3])
     assert log_ratio(0.0, 0.0) == 0.0

@@ -304,6 +304,21 @@ def test_every_command_prints_its_options_and_an_example(name, capsys):
     assert f"\n  python -m study {name}" in printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "--hiden", "3"], "--hidden"),
+        (["train", "--epochs", "many"], "--epochs"),
+        (["train", "--init", "odd"], "powers-of-two"),
+        (["sweep", "--preset"], "--preset"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments, part, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command(*arguments)
+    assert part in capsys.readouterr().err
+
+
 def run_python(program, *arguments):
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False,
