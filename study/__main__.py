@@ -66,9 +66,9 @@ def _run(arguments: Sequence[str]) -> int:
         return _fail(f"interrupted{resumes}", 130)
     except PathError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         reason = " ".join((error.strerror or str(error)).split()) or type(error).__name__
         return _fail(f"{error.filename}: {reason}" if error.filename else reason)
     except (MemoryError, RuntimeError) as error:

@@ -33,11 +33,7 @@ def train(
     run: Run, out: Path | str, setup: Setup | None = None, *, data: Dataset | None = None,
     progress: Progress | None = None,
 ) -> RunRecord:  # fmt: skip
-    """Trains one network, and records every epoch in ``out/runs/<run.name>``.
-
-    An interrupted run is resumed from its checkpoint, and ends with the same numbers. A run that is recorded
-    already is not trained again.
-    """
+    """Trains one network from its checkpoint, unless it is recorded already, in ``out/runs/<run.name>``."""
     setup = setup or Setup()
     datasets = _load([run.dataset], setup, {run.dataset: data} if data else None)
     run = dataclasses.replace(run, data=datasets[run.dataset].checksum)
@@ -63,9 +59,7 @@ def reproduce(
 ) -> StudyResults:  # fmt: skip
     """Runs a whole study: chooses step sizes, trains the final runs, judges the claims, draws the figures.
 
-    In a study from one start the claims cannot be judged: its methods are ranked instead.
-
-    The same call resumes a study that was interrupted, on a CPU with the same numbers to the last bit. Runs
+    In a study from one start the claims cannot be judged: its methods are ranked instead. The same call resumes a study that was interrupted, on a CPU with the same numbers to the last bit. Runs
     are found by their configuration: a changed study keeps the runs it shares with the old one.
     """
     setup = setup or StudySetup()

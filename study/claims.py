@@ -11,7 +11,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import scipy.stats
 
 from study.config import Cell
 from study.data import short_name
@@ -42,17 +44,12 @@ def count_epochs_to(loss: float, run: RunRecord) -> int | None:
     return next((epoch for epoch, reached in losses if epoch and reached <= loss), None)
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A mean and its confidence interval."""
 
     mean: float
     low: float
     high: float
-
-    def halved(self) -> Interval:
-        """Interval half as wide around the same mean."""
-        return Interval(self.mean, (self.mean + self.low) / 2, (self.mean + self.high) / 2)
 
 
 def confidence_interval(values: Sequence[float]) -> Interval | None:
@@ -60,32 +57,9 @@ def confidence_interval(values: Sequence[float]) -> Interval | None:
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)
-    width = find_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    t = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    width = t * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - width, mean + width)
-
-
-def find_t(freedom: int) -> float:
-    """Returns the t that Student's distribution exceeds, in absolute value, with a probability of 5%.
-
-    >>> round(find_t(2), 4)  # three seeds
-    4.3027
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """P(|t| < sqrt(freedom) tan(angle)): the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    odd = freedom % 2
-    term, total = (math.cos(angle) if odd else 1.0), 0.0
-    for k in range(odd, freedom - 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
 
 
 @dataclass(frozen=True)
@@ -108,9 +82,7 @@ class Effect:
 
     name: str
     names: tuple[str, str]  # names of the first and the second run
-    by_seed: list[float]
-    """The logarithm of a ratio, or a difference of errors: inf where the first of a pair diverged, -inf where
-    the second did, nan where both did."""
+    by_seed: list[float]  # inf where the first of a pair diverged, -inf where the second did, nan where both
     above: float = -math.inf  # the paper says that the effect is above this and below the next
     below: float = math.inf
     ratio: bool = True
@@ -131,8 +103,10 @@ class Effect:
     @property
     def is_close(self) -> bool:
         """Whether an interval half as wide would decide what this one does not."""
-        interval = self.interval
-        return interval is not None and self.verdict == "cannot be told" != self._judge(interval.halved())
+        if self.interval is None or self.verdict != "cannot be told":
+            return False
+        mean, low, high = self.interval
+        return self._judge(Interval(mean, (mean + low) / 2, (mean + high) / 2)) != "cannot be told"
 
     def _judge(self, interval: Interval | None) -> Verdict:
         if interval is None:
@@ -154,7 +128,7 @@ class Effect:
             return "both diverged in every seed"
         if self.interval is None:
             return f"{self.name} {self._format(counted[0])}, one seed: no interval"
-        mean, low, high = map(self._format, (self.interval.mean, self.interval.low, self.interval.high))
+        mean, low, high = map(self._format, self.interval)
         return f"{self.name} {mean} ({low} to {high})"
 
     def describe_seeds(self) -> str:
@@ -196,9 +170,8 @@ def log_ratio(first: float, second: float) -> float:
 def compare(where: str, cells: Sequence[Cell], *effects: Effect, counts: bool = True) -> Comparison:
     """Agrees if one of the effects does, and disagrees if all of them do."""
     verdicts = {effect.verdict for effect in effects}
-    verdict: Verdict = "agrees" if "agrees" in verdicts else "cannot be told"
-    if verdicts == {"disagrees"}:
-        verdict = "disagrees"
+    open_or_agrees: Verdict = "agrees" if "agrees" in verdicts else "cannot be told"
+    verdict: Verdict = "disagrees" if verdicts == {"disagrees"} else open_or_agrees
     close = verdict == "cannot be told" and any(effect.is_close for effect in effects)
     notes = [NOT_COUNTED] * (not counts) + ["more seeds may tell"] * close
     measured = dict.fromkeys(effect.describe() for effect in effects)  # who diverged is said once
@@ -241,9 +214,7 @@ class Claim:
 
     number: int
     text: str
-    verdict: Verdict
-    """``agrees``: all comparisons agree with the paper; ``disagrees``: one does not; ``cannot be told`` from
-    these runs; ``not tested``: a part was not run, and the rest does not disagree."""
+    verdict: Verdict  # agrees: all comparisons do; disagrees: one does; not tested: a part was not run
     comparisons: list[Comparison]
     not_run: list[str]  # what is missing for the claim to be tested
 
@@ -284,7 +255,6 @@ def _judge(number: int, comparisons: Iterable[Comparison], not_run: list[str]) -
 
 
 def _find_missing(results: StudyResults, methods: Sequence[str], inits: Sequence[str]) -> list[str]:
-    """Lists what a claim speaks of and the study has not run."""
     study = results.study
     return [METHODS[name].label for name in methods if name not in study.methods] + [
         f"the {init} start" for init in inits if init not in study.inits
@@ -323,7 +293,6 @@ def _same_curves(results: StudyResults) -> Iterator[Comparison]:
 
 
 def _mean_gap(first: RunRecord, second: RunRecord) -> float:
-    """Gap between the test errors, in the mean over the epochs."""
     return statistics.fmean(a - b for a, b in zip(first.errors[1:], second.errors[1:], strict=True))
 
 
@@ -333,17 +302,18 @@ def _harm(results: StudyResults, methods: Sequence[str], dropouts: Sequence[floa
         cells = dataclasses.replace(balanced, init="unbalanced"), balanced
         pairs = _pair_up(results, *cells)
         if pairs:
-            errors, losses = (measure(pairs, _log_ratio_of(name)) for name in ("test_error", "train_loss"))
+            errors, losses = (
+                measure(
+                    pairs, lambda a, b, name=name: log_ratio(mean_of_last(a, name), mean_of_last(b, name))
+                )
+                for name in ("test_error", "train_loss")
+            )
             yield compare(
                 _where(balanced, f"{METHODS[method].label}, unbalanced / balanced"),
                 cells,
                 Effect("test error ratio", UNBALANCED_FIRST, errors, above=math.log(HURT)),
                 Effect("training loss ratio", UNBALANCED_FIRST, losses, above=math.log(HURT_LOSS)),
             )
-
-
-def _log_ratio_of(name: str) -> Callable[[RunRecord, RunRecord], float]:
-    return lambda first, second: log_ratio(mean_of_last(first, name), mean_of_last(second, name))
 
 
 def _speed(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Comparison]:
@@ -380,8 +350,7 @@ def _find_rivals(
 
 
 def _counts(cell: Cell) -> bool:
-    """The paper excepts MNIST with dropout."""
-    return not (cell.dropout and cell.dataset == "mnist")
+    return not (cell.dropout and cell.dataset == "mnist")  # which the paper excepts
 
 
 def _figure_1(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Comparison]:

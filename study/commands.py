@@ -22,6 +22,7 @@ from study.api import redraw, reproduce, sweep, train
 from study.config import PRESETS, Run, Setup, Study, StudySetup
 from study.data import TABLE_1, Dataset, dimensionality
 from study.files import from_json, read_json
+from study.learning_curves import title_of
 from study.run_queue import Progress
 from study.runs import StudyResults
 from study.sources import SOURCES, default_data_dir, describe_missing, load
@@ -55,13 +56,9 @@ class Reproduce(StudyCommand):
 
     For every data set, method, initialisation and dropout it chooses a step size on validation points, then
     trains on all the training data. It ends with tables, the paper's seven claims with a verdict each, the
-    figures and a report. From one start (--inits balanced) it says instead which method is first.
-
-    Without arguments it takes scikit-learn's digits and two hidden layers of 256 units: a few minutes on a
-    laptop. `--preset paper` is the full size, on MNIST, CIFAR-10, CIFAR-100 and SVHN, for a GPU.
-
-    After Ctrl-C or a crash the same command resumes, and on a CPU ends with the same numbers to the last bit.
-    A changed study keeps the runs it has in common with the old. Results go to pathsgd-PRESET, or to --out.
+    figures and a report; from one start (--inits balanced) it says instead which method is first. Results go
+    to pathsgd-PRESET, or to --out. After Ctrl-C or a crash the same command resumes, and on a CPU ends with
+    the same numbers to the last bit. A changed study keeps the runs it has in common with the old.
 
     examples:
       python -m study reproduce
@@ -81,10 +78,9 @@ def run_reproduce(arguments: Sequence[str]) -> int:
 class Sweep(StudyCommand):
     """Chooses step sizes on validation points: the first half of `python -m study reproduce`.
 
-    The lowest validation error wins, of equals the one that is reached in fewer epochs. Runs that diverge are
-    recorded as diverged. A run that has not learned anything after a third of its epochs is stopped, and
-    resumed unless another is clearly ahead. The results go to pathsgd-sweep, or to --out; choices.json there
-    has every validation error. The exit code is 1 if some cell has no step size that ended well.
+    The lowest validation error wins, of equals the one that is reached in fewer epochs. A run that has not
+    learned anything after a third of its epochs is stopped, and resumed unless another is clearly ahead. The
+    results go to pathsgd-sweep, or to --out. The exit code is 1 if some cell has no step size that ended well.
 
     example:
       python -m study sweep --methods sgd path-sgd --step-sizes 1 0.3 0.1 0.03 0.01 --inits balanced
@@ -109,8 +105,8 @@ class Train(ConfigFile):
     """Trains one network of linear layers with ReLU between them.
 
     Loss and error after every epoch are recorded in DIR/runs/NAME/metrics.jsonl, with the configuration
-    beside it and a checkpoint that torch.load(..., weights_only=True) reads. After Ctrl-C or a crash the same
-    command resumes from the checkpoint. A run that diverges is recorded as diverged, and the exit code is 1.
+    beside it and a checkpoint that torch.load(..., weights_only=True) reads, from which the same command
+    resumes. A run that diverges is recorded as diverged, and the exit code is 1.
 
     examples:
       python -m study train --method path-sgd --lr 0.1 --hidden 256 256
@@ -162,14 +158,10 @@ def _print_summary(results: StudyResults) -> None:
 class Data:
     """Loads data sets, checks every file of them, and prints the paper's Table 1 from what was loaded.
 
-    With names, those are loaded, and downloaded first where they are missing. Without, digits and those that
-    are found in the data folder; missing ones are listed, and nothing is downloaded.
-
-    mnist (idx files, 12 MB), cifar10 and cifar100 (the binary version, 170 MB each) and svhn (format 2, two
-    .mat files, 246 MB) come from the authors' pages (MNIST: PyTorch's mirror), and count only once their
-    sha256 is that of the original. Local copies are found in the usual places below the data folder. digits
-    come with scikit-learn. NAME=FILE.npz is your own, with train_x, train_y, test_x and test_y: inputs
-    (n, features), (n, height, width) or (n, channels, height, width) of uint8 or floats, labels from 0.
+    With names, those are loaded, and downloaded first where they are missing: mnist (12 MB), cifar10 and
+    cifar100 (170 MB each), svhn (246 MB). Downloads count only once their sha256 is that of the original.
+    Without names, digits and those that are found in the data folder. NAME=FILE.npz is your own, with train_x,
+    train_y, test_x and test_y: inputs of uint8 or floats, one row or image each, and labels from 0.
 
     example:
       python -m study data mnist cifar10 --data-dir ~/data
@@ -201,12 +193,10 @@ def run_data(arguments: Sequence[str]) -> int:
 
 
 def _make_row(data: Dataset) -> tuple[str, ...]:
-    counts = len(data.train_y), len(data.test_y)
-    title, original = data.name, counts
-    if data.name in SOURCES:
-        title, original = SOURCES[data.name].title, SOURCES[data.name].counts
+    title, counts = title_of(data.name), (len(data.train_y), len(data.test_y))
     # Files can be sound and still be a part of the original, as where somebody cut them for a quick try.
-    title += "" if counts == original else f", of {original[0]} + {original[1]}"
+    if data.name in SOURCES and SOURCES[data.name].counts != counts:
+        title += ", a part of the original"
     return title, dimensionality(data.shape), *map(str, (data.classes, *counts))
 
 

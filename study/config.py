@@ -116,11 +116,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison of methods at one size. The defaults are the paper's.
-
-    >>> len(Study(methods=("sgd", "path-sgd"), dropouts=(0.0,)).cells())  # two methods, two initialisations
-    4
-    """
+    """A comparison of methods at one size. The defaults are the paper's."""
 
     datasets: Annotated[tuple[str, ...], arg(aliases=("--dataset",))] = ("digits",)
     """any of digits, mnist, cifar10, cifar100, svhn, name=path.npz"""
@@ -190,10 +186,7 @@ class Study:
         return [replace(run, seed=self._seeds(k)) for k in range(first, last)]
 
     def exact_run(self, cell: Cell, data: str, step_size: float) -> Run | None:
-        """Returns the first final run from weights rescaled by powers of two, which rounds nothing.
-
-        Only balanced cells of invariant methods have one, in a study that compares starts.
-        """
+        """First final run of a balanced cell of an invariant method, rescaled by powers of two."""
         if not self.compares_starts or cell.init != "balanced" or not find_method(cell.method).invariant:
             return None
         return replace(self._run(cell, data, step_size), init="powers-of-two")

@@ -23,39 +23,26 @@ from torch import Tensor
 from pathsgd import PathError
 
 LARGEST_INPUT = math.sqrt(torch.finfo(torch.float32).max)
-TABLE_1 = ("data set", "dimensionality", "classes", "training set", "test set")
-"""Column titles of the paper's table of data sets."""
+TABLE_1 = ("data set", "dimensionality", "classes", "training set", "test set")  # as in the paper
 
 
 def short_name(dataset: str) -> str:
-    """Returns the name in ``name=path.npz``; other data sets keep theirs.
-
-    >>> short_name("mine=data/features.npz"), short_name("mnist")
-    ('mine', 'mnist')
-    """
+    """Returns the name in ``name=path.npz``; other data sets keep theirs."""
     return dataset.partition("=")[0]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs as rows, and labels; a PathError if shapes, types or labels do not fit each other.
-
-    >>> x = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
-    >>> data = Dataset("two", (2,), 2, x, torch.tensor([0, 1]), x[:1], torch.tensor([0]))
-    >>> data.features, data.scaled(data.train_x[1:])
-    (2, tensor([[0.2000, 0.4000]]))
-    """
+    """Inputs as rows, and labels; a PathError if shapes, types or labels do not fit each other."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of one input, channels first: (1, 28, 28), (3, 32, 32), (1, 8, 8), or (features,)."""
+    shape: tuple[int, ...]  # of one input, channels first: (1, 28, 28), (3, 32, 32), or (features,)
     classes: int
     train_x: Tensor  # (n, features), uint8, or float32 where the file held floats
     train_y: Tensor  # (n,) int64, from 0 to classes - 1
     test_x: Tensor
     test_y: Tensor
-    highest: float = 255.0
-    """The stored value that ``scaled`` turns into 1: 255 for images, 16 for digits, 1 for floats."""
+    highest: float = 255.0  # the stored value that ``scaled`` turns into 1: 16 for digits, 1 for floats
 
     def __post_init__(self) -> None:
         for split, x, y in (("train", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):
@@ -63,10 +50,11 @@ class Dataset:
                 shapes = f"inputs {tuple(x.shape)} and labels {tuple(y.shape)} of {y.dtype}"
                 expected = f"(n, {self.features}) and (n,) of torch.int64 with n > 0"
                 raise PathError(f"{self.name}: {split} has {shapes}: expected {expected}")
-            if x.dtype not in (torch.uint8, torch.float32):
-                raise PathError(f"{self.name}: {split} inputs are {x.dtype}: expected uint8 or float32")
-            if int(y.min()) < 0 or int(y.max()) >= self.classes:
-                raise PathError(f"{self.name}: {split} has labels outside of 0 to {self.classes - 1}")
+            if x.dtype not in (torch.uint8, torch.float32) or y.min() < 0 or y.max() >= self.classes:
+                expected = f"uint8 or float32 and labels from 0 to {self.classes - 1}"
+                raise PathError(
+                    f"{self.name}: {split} has {x.dtype} and labels to {y.max()}: expected {expected}"
+                )
 
     @property
     def features(self) -> int:
@@ -91,8 +79,7 @@ class Dataset:
             raise PathError(f"{self.name} has one class in its training labels: expected two or more")
         unknown = sorted(set(self.test_y.unique().tolist()) - set(labels.tolist()))
         if unknown:
-            names = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            raise PathError(f"{self.name} has test labels that no training example has: {names}")
+            raise PathError(f"{self.name} has test labels that no training example has: {unknown[0]}")
         largest = max(float(x.abs().max()) for x in (self.train_x.float(), self.test_x.float()))
         if largest > LARGEST_INPUT:
             wrong = f"inputs as large as {largest:.2g}, whose squares overflow float32"
@@ -100,11 +87,7 @@ class Dataset:
 
 
 def dimensionality(shape: tuple[int, ...]) -> str:
-    """Formats a shape as the paper's table does.
-
-    >>> dimensionality((3, 32, 32)), dimensionality((1, 28, 28)), dimensionality((90,))
-    ('3072 (32x32 colour)', '784 (28x28 grey)', '90')
-    """
+    """Formats a shape as the paper's table does."""
     features = math.prod(shape)
     if len(shape) != 3:
         return str(features)
@@ -203,7 +186,8 @@ def read_svhn(paths: Sequence[Path]) -> Split:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # scipy warns of an array it cannot read and gives a string
-            arrays = scipy.io.loadmat(path, appendmat=False, variable_names=["X", "y"])
+            with path.open("rb") as file:
+                arrays = scipy.io.loadmat(file, appendmat=False, variable_names=["X", "y"])
     except Exception as error:  # whatever a broken file makes the parser raise
         raise _broken(path, f"is no sound MATLAB 5 file ({one_line(error)})") from error
     x, y = (np.asarray(arrays.get(name, ())) for name in ("X", "y"))
@@ -240,7 +224,7 @@ def read_npz(name: str, path: Path) -> Dataset:
     if not path.is_file():
         raise PathError(f"{path} is not a file: name one as {name}=FILE.npz")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             missing = [one for one in NPZ_NAMES if one not in arrays]
             values = {one: arrays[one] for one in NPZ_NAMES if one in arrays}
     except Exception as error:  # whatever a broken file makes zipfile and numpy raise

@@ -12,30 +12,16 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from study import learning_curves as curves
 from study.config import Cell
 from study.files import write_atomically
-from study.learning_curves import (
-    LINES,
-    CurveStyle,
-    clean_axes,
-    curve_of,
-    draw_curve,
-    draw_learning,
-    drawable,
-    first_part,
-    format_size,
-    loss_range,
-    set_ranges,
-    settled,
-    title_of,
-)
 from study.methods import METHODS
 from study.one_step_examples import OneStepExample, SmallNet, explosion, poor_updates
 from study.runs import StudyResults
 
 STYLES = {
-    "balanced": CurveStyle("#e0523a", "o", LINES["balanced"], 1.8, filled=True, band=True),
-    "unbalanced": CurveStyle("#0b3c7d", "s", LINES["unbalanced"], 1.8, filled=False, band=True),
+    "balanced": curves.CurveStyle("#e0523a", "o", curves.LINES["balanced"], 1.8, filled=True, band=True),
+    "unbalanced": curves.CurveStyle("#0b3c7d", "s", curves.LINES["unbalanced"], 1.8, filled=False, band=True),
 }
 """The paper's colours: balanced red, unbalanced blue."""
 Point = tuple[float, float]
@@ -73,31 +59,34 @@ def _draw_training(axes: Any, results: StudyResults) -> None:
     """Draws panel (a)."""
     pair = find_pair(results)
     if pair is None:
-        axes.set_title("(a) Training with SGD, balanced and unbalanced")
-        axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="0.4")
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set_title("(a) Training with SGD, balanced and unbalanced: not run")
         return
     last = results.study.epochs
-    curves = {cell: curve_of(results.finals[cell], "train_loss", last) for cell in pair}
-    shown = loss_range([curves[pair[0]]])
-    for k, (cell, curve) in enumerate(curves.items()):
+    drawn = {cell: curves.curve_of(results.finals[cell], "train_loss", last) for cell in pair}
+    shown = curves.loss_range([drawn[pair[0]]])
+    for k, (cell, curve) in enumerate(drawn.items()):
         records = results.finals[cell]
-        how = f"step size {format_size(records[0].run.step_size)}" if records else "no step size ended well"
-        if shown.leaves(curve.values(settled(last))):
+        how = (
+            f"step size {curves.format_size(records[0].run.step_size)}"
+            if records
+            else "no step size ended well"
+        )
+        if shown.leaves(curve.values(curves.settled(last))):
             how += f", beyond at {curve.last:.3g}"
         if curve.ends:
             how += f", {len(curve.ends)} of {len(records)} diverged"
         label = f"{cell.init}, {how}"
-        draw_curve(axes, curve, STYLES[cell.init], shown, offset=0.5 * k, last=last, label=label)
-    set_ranges(axes, shown, last)
+        curves.draw_curve(axes, curve, STYLES[cell.init], shown, offset=0.5 * k, last=last, label=label)
+    curves.set_ranges(axes, shown, last)
     dropout = f", dropout {pair[0].dropout:g}" if pair[0].dropout else ""
-    axes.set_title(f"(a) {METHODS[pair[0].method].label} on {drawable(title_of(pair[0].dataset))}{dropout}")
+    axes.set_title(
+        f"(a) {METHODS[pair[0].method].label} on {curves.drawable(curves.title_of(pair[0].dataset))}{dropout}"
+    )
     axes.set_xlabel("epoch")
     axes.set_ylabel("cross-entropy training loss")
     # Below the panel: the curves may be anywhere in it.
     axes.figure.legend(frameon=False, fontsize=8, handlelength=3.4, loc="outside lower center")
-    clean_axes(axes)
+    curves.clean_axes(axes)
 
 
 def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
@@ -113,10 +102,8 @@ def draw_example(axes: Any, example: OneStepExample, width: float) -> None:
         axes.text(middle, 0, verdict, ha="center", va="bottom", fontsize=9, fontweight=weight, style=style)
         if column:
             axes.plot([column] * 2, [0, 2.45], color="0.85", linewidth=0.8)
-    for name, nets, bottom in (
-        ("balanced", example.balanced, 1.42),
-        ("unbalanced", example.unbalanced, 0.3),
-    ):
+    rows = ("balanced", example.balanced, 1.42), ("unbalanced", example.unbalanced, 0.3)
+    for name, nets, bottom in rows:
         axes.text(0, bottom + 0.4, name, rotation=90, ha="left", va="center", fontsize=9)
         for column, net in enumerate(nets):
             corner = column + 0.13, bottom
@@ -180,15 +167,11 @@ def _draw_change(axes: Any, start: Point, end: Point, by: float) -> None:
 
 
 DPI = 150
+# A font that comes with matplotlib, and a salt for the names in an SVG file: the same figure, the same bytes.
 RC: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same everywhere
-    "font.size": 9,
-    "axes.linewidth": 0.7,
-    "axes.titlesize": 10,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "pathsgd",  # names in the file are made from it: the same figure, the same bytes
-    "path.simplify": True,
-}
+    "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.7, "axes.titlesize": 10,
+    "svg.fonttype": "path", "svg.hashsalt": "pathsgd", "path.simplify": True,
+}  # fmt: skip
 LEARNING_CURVES = (
     "Cross-entropy, training error and test error after each epoch; those in training are measured on "
     "each batch before its step, with units dropped where there is dropout. Lines are means over the "
@@ -206,21 +189,13 @@ EXAMPLES = (
 
 
 def draw_all(results: StudyResults, folder: Path) -> list[Path]:
-    """Writes ``figure1`` to ``figure5`` and returns their paths.
-
-    A study without dropout has no figures 3 and 5, one with dropout only has no 2 and 4, one from a single
-    start no figure 1.
-    """
+    """Writes those of ``figure1`` to ``figure5`` that the study has runs for, and returns their paths."""
     epochs, written = results.study.epochs, []
-    part = first_part(epochs)
+    part = curves.first_part(epochs)
     with matplotlib.rc_context(RC):
-        figures = {
-            "figure1": draw_figure1(results) if results.study.compares_starts else None,
-            "figure2": draw_learning(results, "Figure 2", dropout=False, last=part),
-            "figure3": draw_learning(results, "Figure 3", dropout=True, last=part),
-            "figure4": draw_learning(results, "Figure 4", dropout=False, last=epochs),
-            "figure5": draw_learning(results, "Figure 5", dropout=True, last=epochs),
-        }
+        figures = {"figure1": draw_figure1(results) if results.study.compares_starts else None}
+        for k, dropout, last in ((2, False, part), (3, True, part), (4, False, epochs), (5, True, epochs)):
+            figures[f"figure{k}"] = curves.draw_learning(results, f"Figure {k}", dropout, last)
         for name, figure in figures.items():
             if figure is not None:
                 written += [_write(figure, folder / f"{name}.{kind}") for kind in ("png", "svg")]
@@ -241,11 +216,11 @@ def write_caption(name: str, results: StudyResults) -> str:
     """Caption of ``figure1`` to ``figure5``."""
     if name == "figure1":
         pair = find_pair(results)
-        where = pair and f"{METHODS[pair[0].method].label} on {title_of(pair[0].dataset)}"
+        where = pair and f"{METHODS[pair[0].method].label} on {curves.title_of(pair[0].dataset)}"
         first = f"The training loss of {where}, balanced and unbalanced" if pair else "Nothing to show"
         return f"Figure 1: what an unbalanced start does to SGD. (a) {first}. {EXAMPLES}"
     epochs = results.study.epochs
-    last = first_part(epochs) if name in ("figure2", "figure3") else epochs
+    last = curves.first_part(epochs) if name in ("figure2", "figure3") else epochs
     part = f"the first {last} of {epochs}" if last < epochs else f"all {last}"
     dropout = "with" if name in ("figure3", "figure5") else "without"
     return f"Figure {name[-1]}: learning curves {dropout} dropout, {part} epochs. {LEARNING_CURVES}"

@@ -25,12 +25,12 @@ Point = tuple[int, float]
 class Curve:
     """Repeats of one cell, one number per epoch."""
 
-    mean: list[float]
-    """Up to the last epoch of the shortest repeat: a mean over fewer repeats would jump there."""
+    mean: list[float]  # up to the last epoch of the shortest repeat: over fewer it would jump there
     low: list[float]
     high: list[float]
-    rest: list[tuple[int, list[float]]]
-    """For each longer repeat the epoch from which it goes on alone, and its values."""
+    rest: list[
+        tuple[int, list[float]]
+    ]  # for each longer repeat the epoch it goes on alone from, and its values
     ends: list[Point]  # where repeats diverged
 
     @property
@@ -38,6 +38,10 @@ class Curve:
         """Last value: the mean of all repeats that got there."""
         tails = [values[-1] for _, values in self.rest]
         return sum(tails) / len(tails) if tails else self.mean[-1] if self.mean else math.nan
+
+    @property
+    def tails(self) -> list[float]:
+        return [v for _, values in self.rest for v in values[1:]]
 
     def values(self, first: int) -> list[float]:
         """Everything drawn as a line, from an epoch on; where it ends if it ends before."""
@@ -50,18 +54,15 @@ def curve_of(runs: Sequence[RunRecord], name: str, last: int) -> Curve:
     series = [_usable(run, name)[: last + 1] for run in runs]
     common = min(map(len, series), default=0)
     together = [[values[k] for values in series] for k in range(common)]
-    pairs = list(zip(runs, series, strict=True))
+    alone = max(common - 1, 0)  # one epoch earlier, so that the line goes on from where they were together
     return Curve(
         mean=[sum(values) / len(values) for values in together],
         low=[min(values) for values in together],
         high=[max(values) for values in together],
-        # One epoch earlier, so that the line goes on from where its repeats were last together.
-        rest=[
-            (max(common - 1, 0), values[max(common - 1, 0) :]) for values in series if len(values) > common
-        ],
+        rest=[(alone, values[alone:]) for values in series if len(values) > common],
         ends=[
             (len(values) - 1, values[-1])
-            for run, values in pairs
+            for run, values in zip(runs, series, strict=True)
             if run.status == "diverged" and values and len(values) <= last
         ],
     )
@@ -96,11 +97,11 @@ def settled(last: int) -> int:
 
 def loss_range(reference: Sequence[Curve]) -> AxisRange:
     """Range from the least loss to a little more than the first; logarithmic where that is far."""
-    values = [v for curve in reference for v in curve.low + _tails(curve) if v > 0]
+    values = [v for curve in reference for v in curve.low + curve.tails if v > 0]
     if not values:
         return AxisRange(0.0, 1.0)
-    low, first = min(values), max((curve.high[0] for curve in reference if curve.high), default=1.0)
-    high = max(first, low)
+    low = min(values)
+    high = max([curve.high[0] for curve in reference if curve.high] + [low])
     if high > 10 * low:
         return AxisRange(low / 1.5, high * 1.6, log=True)
     span = (high - low) or high
@@ -110,7 +111,7 @@ def loss_range(reference: Sequence[Curve]) -> AxisRange:
 def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) -> AxisRange:
     """Range of the errors of the reference curves once settled; others may double it, and no more."""
     first = settled(last)
-    values = [v for curve in reference for v in _from(curve, first)]
+    values = [v for c in reference for v in (c.low[first:] + c.high[first:] + c.tails or c.mean[-1:])]
     if not values:
         return AxisRange(0.0, 1.0)
     low, high = min(values), max(values)
@@ -122,44 +123,24 @@ def error_range(reference: Sequence[Curve], others: Sequence[Curve], last: int) 
     return AxisRange(max(bottom, -0.03 * top), top + 0.07 * (top - low))
 
 
-def _from(curve: Curve, first: int) -> list[float]:
-    return (curve.low[first:] + curve.high[first:] + _tails(curve)) or curve.mean[-1:]
-
-
-def _tails(curve: Curve) -> list[float]:
-    return [v for _, values in curve.rest for v in values[1:]]
-
-
 def first_part(epochs: int) -> int:
-    """About a third of the epochs, as a round number: what the paper's Figures 2 and 3 show.
-
-    >>> [first_part(epochs) for epochs in (3, 12, 20, 30, 100, 400, 1000)]
-    [3, 5, 5, 10, 30, 150, 300]
-    """
+    """About a third of the epochs, as a round number: what the paper's Figures 2 and 3 show."""
     round_numbers = [5] + [b * 10**k for k in range(5) for b in (10, 15, 20, 25, 30, 40, 50, 60, 80)]
     return min(epochs, min(round_numbers, key=lambda n: (abs(n - epochs / 3), -n)))
 
 
-METHOD_STYLES: dict[str, tuple[str, str]] = {
-    "sgd": ("#2f74c0", "s"),
-    "adagrad": ("#efa92b", "^"),
-    "path-sgd": ("#6b0f1a", "o"),
-    "momentum": ("#62b5e5", "D"),
-    "adam": ("#2a9d6f", "v"),
-    "adamw": ("#8fcfa8", "<"),
-    "path-momentum": ("#c2452d", "X"),
-    "path-adagrad": ("#8a5a16", "p"),
-    "path-adam": ("#0b4a2c", "h"),
+METHOD_STYLES = {
+    "sgd": ("#2f74c0", "s"), "adagrad": ("#efa92b", "^"), "path-sgd": ("#6b0f1a", "o"),
+    "momentum": ("#62b5e5", "D"), "adam": ("#2a9d6f", "v"), "adamw": ("#8fcfa8", "<"),
+    "path-momentum": ("#c2452d", "X"), "path-adagrad": ("#8a5a16", "p"), "path-adam": ("#0b4a2c", "h"),
     "path-adamw": ("#3b1054", "d"),
-}
+}  # fmt: skip
 """Colour and marker. The paper's three differ in lightness too: dark, middle, light."""
-
 LINES = {"balanced": "-", "unbalanced": (0, (4, 1.6)), "powers-of-two": ":"}
 COLUMNS = {
-    "train_loss": "Cross-Entropy Training Loss",
-    "train_error": "0/1 Training Error",
+    "train_loss": "Cross-Entropy Training Loss", "train_error": "0/1 Training Error",
     "test_error": "0/1 Test Error",
-}
+}  # fmt: skip
 MARKS_PER_CURVE = 8
 MOST_NOTES = 3  # curves out of range that are named above a panel; more are counted
 CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
@@ -241,7 +222,9 @@ def _draw_panel(axes: Any, cells: Finals, column: str, last: int, faint: bool) -
             beyond.append(f"{_label(cell)}: {end} {arrow}")
     set_ranges(axes, shown, last)
     if column != "train_loss":
-        _use_percent(axes)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        # As many digits as the ticks need: a rounded percentage would be at the wrong place.
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
     clean_axes(axes)
     notes = _limit([f"{_label(cell)}: no step size ended well" for cell in missing], "without a step size")
     notes += _limit(beyond, "curves beyond")
@@ -263,11 +246,8 @@ def _label(cell: Cell) -> str:
 
 def _choose_range(curves: Mapping[Cell, Curve], cells: Finals, column: str, last: int) -> AxisRange:
     """Range of the balanced runs that ended well, so that one that went wrong does not flatten the others."""
-    well = [
-        curve
-        for cell, curve in curves.items()
-        if cell.init == "balanced" and all(run.status == "done" for run in cells[cell])
-    ] or list(curves.values())
+    done = [cell for cell in curves if all(run.status == "done" for run in cells[cell])]
+    well = [curves[cell] for cell in done if cell.init == "balanced"] or list(curves.values())
     others = [curve for curve in curves.values() if curve not in well]
     return loss_range(well) if column == "train_loss" else error_range(well, others, last)
 
@@ -289,9 +269,8 @@ def draw_curve(
     marks, order = (int(offset * every), every), 4 if style.line == "none" else 3
     axes.plot(epochs, curve.mean, markevery=marks, zorder=order, label=label, **style.options())
     if style.band and any(low < high for low, high in zip(curve.low, curve.high, strict=True)):
-        axes.fill_between(
-            epochs, curve.low, curve.high, color=style.colour, alpha=0.16, linewidth=0, zorder=2
-        )
+        band = curve.low, curve.high
+        axes.fill_between(epochs, *band, color=style.colour, alpha=0.16, linewidth=0, zorder=2)
     for first, values in curve.rest:
         places = range(first, first + len(values))
         axes.plot(places, values, color=style.colour, linestyle=style.line, linewidth=0.8, zorder=3)
@@ -300,15 +279,7 @@ def draw_curve(
         axes.plot([epoch], [inside], color=style.colour, clip_on=False, zorder=7, **CROSS)
 
 
-def _use_percent(axes: Any) -> None:
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    # As many digits as the ticks need: a rounded percentage would be at the wrong place.
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
-
-
-def _draw_legend(
-    figure: Any, results: StudyResults, rows: list[tuple[str, float]], last: int, faint: bool
-) -> None:
+def _draw_legend(figure: Any, results: StudyResults, rows: Sequence[object], last: int, faint: bool) -> None:
     handles: dict[str, Line2D] = {}
     cells = [cell for cell, runs in results.finals.items() if runs and (cell.dataset, cell.dropout) in rows]
     # By method: a column of the legend for each.
@@ -316,8 +287,8 @@ def _draw_legend(
         options = style_of(cell, results.finals, faint).options()
         handles.setdefault(_label(cell), Line2D([], [], label=_label(cell), **options))
     if any(curve_of(results.finals[cell], "train_loss", last).ends for cell in cells):
-        cross = Line2D([], [], label="diverged after this epoch", linestyle="none", color="0.3", **CROSS)
-        handles["diverged"] = cross
+        label = "diverged after this epoch"
+        handles["diverged"] = Line2D([], [], label=label, linestyle="none", color="0.3", **CROSS)
     columns = len(results.study.methods) + ("diverged" in handles)
     figure.legend(
         handles=list(handles.values()), loc="outside lower center", frameon=False, handlelength=3.4,

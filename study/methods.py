@@ -31,14 +31,8 @@ def _normalized(kind: type[Optimizer]) -> Make:
 
 
 def _for_device(kind: type[Optimizer], model: nn.Module) -> dict[str, Any]:
-    """Picks torch's fused form, with steps counted on the device where they are captured in a CUDA graph.
-
-    Adagrad has no fused form on a GPU; it counts steps on the host, where only a decay of lr looks.
-    """
-    on_gpu = next(model.parameters()).is_cuda
-    if kind is torch.optim.Adagrad:
-        return {"fused": None if on_gpu else True}
-    return {"fused": True} | ({"capturable": on_gpu} if kind is not torch.optim.SGD else {})
+    """Picks torch's fused form, which Adagrad has on a CPU only."""
+    return {"fused": None if kind is torch.optim.Adagrad and next(model.parameters()).is_cuda else True}
 
 
 def _path_sgd(**options: Any) -> Make:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,40 +101,25 @@ class RunQueue:
             self.progress.epoch(run, metrics)
 
         with ThreadPoolExecutor(self.lanes) as pool:
-            futures = [pool.submit(self._train, run, on_epoch) for run in runs]
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-                for failed in (future for future in futures if future.done() and future.exception()):
-                    failed.result()
-                return {run: future.result() for run, future in zip(runs, futures, strict=True)}
+                return dict(zip(runs, pool.map(lambda run: self._train(run, on_epoch), runs), strict=True))
             except BaseException:
                 stopping.set()
-                for future in futures:
-                    future.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def _train(self, run: Run, on_epoch: Callable[[Run, Metrics], None]) -> RunRecord:
-        folder = RunFolder(self.out / "runs", run)
-        record = train_run(
-            run,
-            prepare_data(self.datasets[run.dataset], run, self.device),
-            folder,
-            on_epoch,
-            self.checkpoint_seconds,
-            self.keep_checkpoints,
-        )
+        folder, data = RunFolder(self.out / "runs", run), self.datasets[run.dataset]
+        prepared, seconds = prepare_data(data, run, self.device), self.checkpoint_seconds
+        record = train_run(run, prepared, folder, on_epoch, seconds, self.keep_checkpoints)
         self.progress.run_ended(record)
         return record
 
 
 def train_run(
-    run: Run,
-    data: TrainingData,
-    folder: RunFolder,
-    on_epoch: Callable[[Run, Metrics], None],
-    checkpoint_seconds: float,
-    keep_checkpoint: bool = False,
-) -> RunRecord:
+    run: Run, data: TrainingData, folder: RunFolder, on_epoch: Callable[[Run, Metrics], None],
+    checkpoint_seconds: float, keep_checkpoint: bool = False,
+) -> RunRecord:  # fmt: skip
     """Trains from the start, or from the checkpoint, to the end. An interruption changes no number."""
     if data.train_x.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = run.tf32

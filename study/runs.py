@@ -33,8 +33,7 @@ from study.manifest import Manifest, read_manifests
 from study.methods import find_method
 
 Status = Literal["done", "diverged", "stopped"]
-Metrics = dict[str, Any]
-"""The epoch, and loss and error in training and on what is evaluated; None where they are not finite."""
+Metrics = dict[str, Any]  # epoch, loss and error in training and evaluated; None where they are not finite
 Saved = tuple[dict[str, Any], list[Metrics]]  # the state after some epoch, and the lines up to it
 
 
@@ -219,13 +218,10 @@ class Choice:
         name, tried = describe(self.cell), f"of {len(self.tried)} tried{rest}"
         if self.best is None:
             return f"{name}: no step size ended well ({tried})"
-        return (
-            f"{name}: step size {self.best.step_size:g}{self._edge()} ({tried}), validation error "
-            f"{self.best.best_error:.2%} in epoch {self.best.best_epoch}"
-        )
+        error = f"validation error {self.best.best_error:.2%} in epoch {self.best.best_epoch}"
+        return f"{name}: step size {self.best.step_size:g}{self._edge()} ({tried}), {error}"
 
     def _edge(self) -> str:
-        """Returns a note where a better step size may lie outside of those tried."""
         sizes = [trial.step_size for trial in self.tried]
         if self.step_size is None or not is_edge(self.step_size, sizes):
             return ""
@@ -267,11 +263,8 @@ class StudyResults:
     study: Study
     data: dict[str, DataInfo]
     choices: list[Choice]
-    finals: dict[Cell, list[RunRecord]]
-    """The final runs of each cell, one for each repeat, and the further ones that were run; none where no
-    step size ended well."""
-    exact: dict[Cell, RunRecord]
-    """For balanced cells of invariant methods the first final run again, rescaled by powers of two."""
+    finals: dict[Cell, list[RunRecord]]  # one for each repeat and further ones; none without a step size
+    exact: dict[Cell, RunRecord]  # the first final run again, rescaled by powers of two
     manifests: list[Manifest]
     cost: StepCost | None = None  # the time of a step; None if it was not measured
     note: str = ""
@@ -308,9 +301,7 @@ class StudyResults:
             finals[cell] += [read_record(path) for path in more if (path / "result.json").exists()]
             if len(records) > study.repeats:
                 exact[cell] = records[-1]
-        path = out / "cost.json"
+        path, note, manifests = out / "cost.json", out / "note.txt", read_manifests(out / "manifest.json")
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
-        path = out / "note.txt"
-        note = path.read_text("utf-8", errors="replace").strip() if path.exists() else ""
-        manifests = read_manifests(out / "manifest.json")
-        return cls(out, study, data, choices, finals, exact, manifests, cost, note)
+        text = note.read_text("utf-8", errors="replace").strip() if note.exists() else ""
+        return cls(out, study, data, choices, finals, exact, manifests, cost, text)

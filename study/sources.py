@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pathsgd import PathError
 from study.data import Dataset, Split, one_line, read_cifar, read_digits, read_mnist, read_npz, read_svhn
-from study.files import lock_folder
+from study.files import lock_folder, read_json
 
 RETRIES = 3
 TIMEOUT_SECONDS = 30.0
@@ -76,50 +76,18 @@ def _find_file(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-CIFAR = "https://www.cs.toronto.edu/~kriz/"
-SVHN = "http://ufldl.stanford.edu/housenumbers/"
-SOURCES = {
-    "mnist": DatasetSource(
-        "MNIST", (1, 28, 28), 10, (60000, 10000),
-        ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
-        ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
-        ("MNIST/raw", "MNIST", "mnist/raw", "mnist", "."), read_mnist,
-        (
-            Remote(MNIST + "train-images-idx3-ubyte.gz", 9912422,
-                   "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-            Remote(MNIST + "train-labels-idx1-ubyte.gz", 28881,
-                   "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-            Remote(MNIST + "t10k-images-idx3-ubyte.gz", 1648877,
-                   "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-            Remote(MNIST + "t10k-labels-idx1-ubyte.gz", 4542,
-                   "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
-        ),
-    ),
-    "cifar10": DatasetSource(
-        "CIFAR-10", (3, 32, 32), 10, (50000, 10000),
-        tuple(f"data_batch_{k}.bin" for k in range(1, 6)), ("test_batch.bin",),
-        ("cifar-10-batches-bin", "CIFAR10/cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "."),
-        functools.partial(read_cifar, labels=(10,)),
-        (Remote(CIFAR + "cifar-10-binary.tar.gz", 170052171,
-                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),),
-    ),
-    "cifar100": DatasetSource(
-        "CIFAR-100", (3, 32, 32), 100, (50000, 10000), ("train.bin",), ("test.bin",),
-        ("cifar-100-binary", "CIFAR100/cifar-100-binary", "cifar100/cifar-100-binary", "."),
-        functools.partial(read_cifar, labels=(20, 100)),
-        (Remote(CIFAR + "cifar-100-binary.tar.gz", 168513733,
-                "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),),
-    ),
-    "svhn": DatasetSource(
-        "SVHN", (3, 32, 32), 10, (73257, 26032), ("train_32x32.mat",), ("test_32x32.mat",),
-        ("SVHN", "svhn", "."), read_svhn,
-        (Remote(SVHN + "train_32x32.mat", 182040794,
-                "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8"),
-         Remote(SVHN + "test_32x32.mat", 64275384,
-                "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b")),
-    ),
-}  # fmt: skip
+def _read_sources() -> dict[str, DatasetSource]:
+    readers = {"mnist": read_mnist, "svhn": read_svhn, "cifar10": functools.partial(read_cifar, labels=(10,)),
+               "cifar100": functools.partial(read_cifar, labels=(20, 100))}  # fmt: skip
+    sources = read_json(Path(__file__).with_name("sources.json"), dict)
+    for name, source in sources.items():
+        source["remotes"] = [Remote(*remote) for remote in source["remotes"]]
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in source.items()}
+        sources[name] = DatasetSource(**fields, read=readers[name])
+    return sources
+
+
+SOURCES = _read_sources()
 """Data sets by the name that ``load`` takes. Sizes and checksums are those of the authors' own files."""
 
 
@@ -127,11 +95,7 @@ def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> D
     """Loads ``digits``, ``mnist``, ``cifar10``, ``cifar100``, ``svhn``, or ``name=path.npz``.
 
     Files are looked for in ``data_dir``, by default $PATHSGD_DATA or ~/.cache/pathsgd/data, and downloaded to
-    it where they are missing. A PathError says what is missing, damaged or not the original.
-
-    >>> load("digits").features
-    64
-    """
+    it where they are missing. A PathError says what is missing, damaged or not the original."""
     short, is_file, path = name.partition("=")
     if is_file:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", short):

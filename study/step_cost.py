@@ -14,10 +14,11 @@ from pathsgd import PathSGD
 from study.config import Study
 from study.manifest import device_name
 from study.runs import DataInfo, StepCost
-from study.training import capture, make_network
+from study.training import make_network
 
 SECONDS = 1.5  # time for each method
 LR = 1e-30  # so small that no weight changes: a network that diverges would be timed on NaNs
+WARM_UP_STEPS = 8
 ROUNDS = 3
 """Rounds in which the methods take turns, with new models: where one lies in memory can cost a third of its
 speed."""
@@ -56,5 +57,13 @@ def _make_step(name: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Callabl
     if not x.is_cuda:
         step()
         return step
-    graph = capture(step, step)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
     return lambda: (optimizer, graph.replay())  # a graph does not keep what it works on

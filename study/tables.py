@@ -29,8 +29,7 @@ from study.methods import METHODS
 from study.runs import Choice, RunRecord, StudyResults
 
 LEARNED = 0.5  # fraction of its training loss before the first step: a run that does not end below it failed
-Runs = Mapping[str, Sequence[RunRecord | None]]
-"""Runs of each method, seed by seed; None for a run that failed."""
+Runs = Mapping[str, Sequence[RunRecord | None]]  # of each method, seed by seed; None for a run that failed
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ class Standings:
 
     dataset: str
     dropout: float
-    epochs: dict[str, list[int | None]]
-    """Epochs of each method to the loss that is raced to, seed by seed; None for a run that failed."""
-    rankings: list[Ranking]
-    """By epochs to a training loss, by the final training loss, by the final test error."""
+    epochs: dict[str, list[int | None]]  # to the loss that is raced to, seed by seed; None: failed
+    rankings: list[
+        Ranking
+    ]  # by epochs to a training loss, by the final training loss, by the final test error
 
 
 def rank_methods(results: StudyResults) -> list[Standings]:
@@ -98,8 +97,7 @@ def _compare_all(dataset: str, dropout: float, runs: Runs) -> Standings:
 
 
 def _has_learned(run: RunRecord) -> bool:
-    before = run.curve("train_loss")[0]
-    return run.status == "done" and mean_of_last(run, "train_loss") < LEARNED * before
+    return run.status == "done" and mean_of_last(run, "train_loss") < LEARNED * run.curve("train_loss")[0]
 
 
 def _rank(name: str, runs: Runs, number: Callable[[RunRecord], float], ratio: bool = True) -> Ranking:
@@ -169,7 +167,6 @@ def make_tables(results: StudyResults) -> list[Table]:
 
 
 def _tabulate_data(results: StudyResults) -> Table:
-    """The paper's Table 1, from what was loaded."""
     rows = [
         [short_name(name), dimensionality(info.shape), *map(str, (info.classes, info.train, info.test))]
         for name, info in results.data.items()
@@ -187,11 +184,10 @@ def tabulate_results(results: StudyResults) -> Table:
             rows.append([*_cell_columns(choice.cell), "none", statuses, "", "", "", "", ""])
             continue
         done = [record for record in records if record.status == "done"]
+        errors = ([100 * mean_of_last(run, name) for run in done] for name in ("train_error", "test_error"))
         numbers = [
             format_seeds([mean_of_last(run, "train_loss") for run in done]),
-            format_seeds([100 * mean_of_last(run, "train_error") for run in done], "%"),
-            format_seeds([100 * mean_of_last(run, "test_error") for run in done], "%"),
-            format_seeds([100 * run.best[0] for run in done], "%"),
+            *(format_seeds(values, "%") for values in (*errors, [100 * run.best[0] for run in done])),
             f"{len(records) - len(done)} of {len(records)}" if len(done) < len(records) else "",
         ]
         rows.append([*_cell_columns(choice.cell), f"{best.step_size:g}", f"{best.best_error:.2%}", *numbers])
@@ -201,14 +197,12 @@ def tabulate_results(results: StudyResults) -> Table:
         "error is the lowest after any epoch, which only the test set itself can choose."
     )
     if results.seeds != "1":
-        note += (
-            f" Means over those of {results.seeds} seeds that did not diverge, from the least to the largest."
-        )
+        seeds = f"Means over those of {results.seeds} seeds that did not diverge"
+        note += f" {seeds}, from the least to the largest."
     return Table("Results", CELL_HEAD + RESULTS_HEAD, rows, note)
 
 
 def tabulate_epochs(results: StudyResults) -> list[Table]:
-    """Speed of each balanced cell on its way: who is ahead may depend on the loss that is raced to."""
     epochs = {
         cell: [[count_epochs_to(loss, run) for run in runs] for loss in LOSSES]
         for cell, runs in results.finals.items()
@@ -225,20 +219,14 @@ def tabulate_epochs(results: StudyResults) -> list[Table]:
 
 
 def _format_epochs(by_seed: Sequence[int | None]) -> str:
-    """Formats the least and the largest.
-
-    >>> _format_epochs([8, 8]), _format_epochs([15, 14]), _format_epochs([30, None])
-    ('8', '14 to 15', '')
-    """
-    epochs = [epoch for epoch in by_seed if epoch is not None]
-    if not epochs or len(epochs) < len(by_seed):
+    """Formats the least and the largest."""
+    epochs = sorted({epoch for epoch in by_seed if epoch is not None})
+    if not epochs or None in by_seed:
         return ""
-    least, largest = min(epochs), max(epochs)
-    return str(least) if least == largest else f"{least} to {largest}"
+    return f"{epochs[0]} to {epochs[-1]}" if len(epochs) > 1 else str(epochs[0])
 
 
 def _tabulate_ranks(standings: Sequence[Standings]) -> Table:
-    """Every method against the first."""
     rows = [
         [short_name(one.dataset), f"{one.dropout:g}", METHODS[name].label, _format_epochs(epochs),
          *(ranking.describe(name) for ranking in one.rankings)]
@@ -247,10 +235,9 @@ def _tabulate_ranks(standings: Sequence[Standings]) -> Table:
     ]  # fmt: skip
     note = (
         "Epochs: to the lowest training loss that all reach but those that failed, from the fastest to the "
-        "slowest seed. "
-        "Ratios and differences to the first: means over the seeds with 95% intervals. It cannot be told "
-        "where the interval reaches to the first, or where only some seeds failed: diverged, or ended with a "
-        f"training loss that is not below {LEARNED:g} of what it began with."
+        "slowest seed. Ratios and differences to the first: means over the seeds with 95% intervals. It "
+        "cannot be told where the interval reaches to the first, or where only some seeds failed: diverged, "
+        f"or ended with a training loss that is not below {LEARNED:g} of what it began with."
     )
     return Table("Methods against the first", RANKS_HEAD, rows, note)
 
@@ -291,8 +278,8 @@ def tabulate_choices(choices: Sequence[Choice]) -> Table:
         for choice, row in zip(choices, outcomes, strict=True)
     ]
     head = [*CELL_HEAD, *(f"{size:g}" for size in sizes)]
-    beyond = any(choice.beyond for choice in choices)
-    note = "In parentheses: tried because the largest won, and not used." if beyond else ""
+    note = "In parentheses: tried because the largest won, and not used."
+    note = note if any(choice.beyond for choice in choices) else ""
     return Table("Validation error by step size, the chosen one in brackets", head, rows, note)
 
 
@@ -325,7 +312,6 @@ def describe_claims(claims: Sequence[Claim]) -> str:
 
 
 def explain_demo(results: StudyResults) -> str:
-    """Explains the verdicts on the digits to a newcomer; empty for other data sets."""
     return DEMO if results.study.datasets == ("digits",) and results.study.compares_starts else ""
 
 

@@ -1,13 +1,9 @@
-"""Training of one network: its data, its initial weights, its epochs, with a state that can be saved.
-
-On a GPU a step is a CUDA graph that is replayed for every batch of an epoch.
-"""
+"""Training of one network: its data, its initial weights, its epochs, with a state that can be saved."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,77 +15,6 @@ from pathsgd import PathError, PathGraph, trace, unbalance
 from study.config import Run
 from study.data import Dataset
 from study.methods import find_method
-
-WARM_UP_STEPS = 8
-
-
-def capture(
-    step: Callable[[], object], warm_up: Callable[[], object], *generators: torch.Generator
-) -> torch.cuda.CUDAGraph:
-    """Captures a step that draws from these generators, after a few calls of ``warm_up``."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_STEPS):
-            warm_up()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph
-
-
-class CapturedStep:
-    """One step of a trainer: gathers its batch, trains on it and advances to the next."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.steps, batch = trainer.steps, trainer.run.batch
-        self.points = torch.zeros(len(trainer.outputs), dtype=torch.int64, device=trainer.device)
-        self.first_batch = torch.arange(batch, device=trainer.device)
-        self.places = self.first_batch.clone()
-        groups, state, generator = (
-            trainer.optimizer.param_groups,
-            trainer.optimizer.state,
-            trainer.dropout_generator,
-        )
-        rates, drawn = [group["lr"] for group in groups], generator.get_state()
-        before = {
-            (p, name): value.clone()
-            for p, values in state.items()
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
-
-        def step() -> None:
-            trainer.step(self.points[self.places], self.places)
-            self.places += batch
-
-        def warm_up() -> None:
-            """Takes a step at learning rate 0, and restores what it leaves behind."""
-            for group in groups:
-                group["lr"] = 0.0
-            self.places.copy_(self.first_batch)
-            step()
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-            with torch.no_grad():
-                # In place, since kernels keep addresses of the state. What was not there before becomes zero.
-                for p, values in state.items():
-                    for name, value in values.items():
-                        if isinstance(value, Tensor):
-                            value.copy_(before[p, name]) if (p, name) in before else value.zero_()
-            generator.set_state(drawn)
-
-        self.graph = capture(step, warm_up, generator)
-
-    def train_epoch(self, points: Tensor) -> None:
-        self.points.copy_(points)
-        self.places.copy_(self.first_batch)
-        for _ in range(self.steps):
-            self.graph.replay()
-
 
 EVALUATED_AT_ONCE = 10_000
 
@@ -176,8 +101,8 @@ def drop_units(x: Tensor, probability: float, generator: torch.Generator) -> Ten
 
     torch's dropout would do, but it takes the generator that everything else uses.
     """
-    kept = 1 - probability
-    return x * (torch.empty_like(x, dtype=torch.bool).bernoulli_(kept, generator=generator) * (1 / kept))
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - probability, generator=generator)
+    return x * (mask * (1 / (1 - probability)))
 
 
 class LossAndError(NamedTuple):
@@ -207,7 +132,6 @@ class Trainer:
         self.dropout_generator = torch.Generator(self.device).manual_seed(run.seed.dropout)
         self.steps = len(data.train_y) // run.batch
         self.outputs = torch.zeros(self.steps * run.batch, data.classes, device=self.device)
-        self._captured: CapturedStep | None = None
 
     def train_epoch(self) -> LossAndError:
         """Trains on every point once. Each batch is measured before its step."""
@@ -217,33 +141,26 @@ class Trainer:
             # is measured may differ in the last bit.
             self.optimizer.refresh()
         points = order[: len(self.outputs)]
-        if self.device.type == "cuda":
-            self._captured = self._captured or CapturedStep(self)
-            self._captured.train_epoch(points)
-        elif not self.train_batches(points):
-            return LossAndError(math.nan, math.nan)
+        places = torch.arange(len(points), device=self.device).split(self.run.batch)
+        for batch in zip(points.split(self.run.batch), places, strict=True):
+            if not self.step(*batch):
+                return LossAndError(math.nan, math.nan)
         # Once for all batches: for each it would take a tenth of a step.
         return _measure(self.outputs, self.data.train_y[points])
 
-    def train_batches(self, points: Tensor) -> bool:
-        """Takes steps one after another, without a CUDA graph; False as soon as a loss is not finite."""
-        places = torch.arange(len(points), device=self.device).split(self.run.batch)
-        batches = zip(points.split(self.run.batch), places, strict=True)
-        return all(math.isfinite(float(self.step(*batch))) for batch in batches)
-
-    def step(self, points: Tensor, places: Tensor) -> Tensor:
-        """Takes a step on these points and keeps the outputs at these places; returns the loss before it."""
+    def step(self, points: Tensor, places: Tensor) -> bool:
+        """Takes a step on these points and keeps the outputs at these places; False if the loss is not finite."""
         for parameter in self.model.parameters():
             parameter.grad = None
         outputs = self._forward(self.data.train_x[points])
         loss = nn.functional.cross_entropy(outputs, self.data.train_y[points])
-        before = loss.detach()
-        if self.device.type == "cpu" and not math.isfinite(float(before)):
-            return before  # diverged; on a GPU it is seen at the end of the epoch
+        # On a GPU, which works ahead, it is seen at the end of the epoch.
+        if self.device.type == "cpu" and not math.isfinite(float(loss.detach())):
+            return False
         loss.backward()
         self.outputs.index_copy_(0, places, outputs.detach())
         self.optimizer.step()
-        return before
+        return True
 
     def _forward(self, x: Tensor) -> Tensor:
         for layer in self.model:
