@@ -1,4 +1,4 @@
-"""An epoch of the paper's network with evaluation, for each method: ``PYTHONPATH=. python benchmarks/epoch.py``."""
+"""An epoch of the paper's network, for each method: ``PYTHONPATH=. python benchmarks/epoch.py``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from study.manifest import device_name
 from study.config import Run
 from study.data import Dataset
+from study.files import device_name
 from study.methods import METHODS
 from study.sources import load
 from study.training import Trainer, prepare_data

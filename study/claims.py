@@ -17,8 +17,8 @@ import scipy.stats
 
 from study.config import Cell
 from study.data import short_name
+from study.figures import explosion, poor_updates
 from study.methods import METHODS
-from study.one_step_examples import explosion, poor_updates
 from study.runs import RunRecord, StudyResults
 
 Verdict = Literal["agrees", "disagrees", "cannot be told", "not tested"]
@@ -302,18 +302,17 @@ def _harm(results: StudyResults, methods: Sequence[str], dropouts: Sequence[floa
         cells = dataclasses.replace(balanced, init="unbalanced"), balanced
         pairs = _pair_up(results, *cells)
         if pairs:
-            errors, losses = (
-                measure(
-                    pairs, lambda a, b, name=name: log_ratio(mean_of_last(a, name), mean_of_last(b, name))
-                )
-                for name in ("test_error", "train_loss")
-            )
+            errors, losses = (measure(pairs, _log_ratio_of(name)) for name in ("test_error", "train_loss"))
             yield compare(
                 _where(balanced, f"{METHODS[method].label}, unbalanced / balanced"),
                 cells,
                 Effect("test error ratio", UNBALANCED_FIRST, errors, above=math.log(HURT)),
                 Effect("training loss ratio", UNBALANCED_FIRST, losses, above=math.log(HURT_LOSS)),
             )
+
+
+def _log_ratio_of(name: str) -> Callable[[RunRecord, RunRecord], float]:
+    return lambda first, second: log_ratio(mean_of_last(first, name), mean_of_last(second, name))
 
 
 def _speed(results: StudyResults, dropouts: Sequence[float]) -> Iterator[Comparison]:

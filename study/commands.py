@@ -79,8 +79,8 @@ class Sweep(StudyCommand):
     """Chooses step sizes on validation points: the first half of `python -m study reproduce`.
 
     The lowest validation error wins, of equals the one that is reached in fewer epochs. A run that has not
-    learned anything after a third of its epochs is stopped, and resumed unless another is clearly ahead. The
-    results go to pathsgd-sweep, or to --out. The exit code is 1 if some cell has no step size that ended well.
+    learned anything after a third of its epochs is stopped, and resumed unless another is clearly ahead.
+    Results go to pathsgd-sweep, or to --out. The exit code is 1 if no step size of some cell ended well.
 
     example:
       python -m study sweep --methods sgd path-sgd --step-sizes 1 0.3 0.1 0.03 0.01 --inits balanced
@@ -160,8 +160,8 @@ class Data:
 
     With names, those are loaded, and downloaded first where they are missing: mnist (12 MB), cifar10 and
     cifar100 (170 MB each), svhn (246 MB). Downloads count only once their sha256 is that of the original.
-    Without names, digits and those that are found in the data folder. NAME=FILE.npz is your own, with train_x,
-    train_y, test_x and test_y: inputs of uint8 or floats, one row or image each, and labels from 0.
+    Without names, digits and those that are found in the data folder. NAME=FILE.npz is your own, with
+    train_x, train_y, test_x and test_y: inputs of uint8 or floats, one row or image each, and labels from 0.
 
     example:
       python -m study data mnist cifar10 --data-dir ~/data
@@ -218,9 +218,10 @@ def _parse(config: type[T], arguments: Sequence[str], command: str, default: T |
     """Reads the options of a command. Wrong ones end the process with exit code 2 and a message."""
     if "--help" in arguments or "-h" in arguments:
         print(inspect.getdoc(config), end="\n\n")  # tyro would join its lines
-    options: dict[str, Any] = {"prog": f"python -m study {command}", "config": MARKERS, "description": ""}
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    prog = f"python -m study {command}"
     with _raise_path_errors():
-        return tyro.cli(config, args=arguments, **options, **({"default": default} if default else {}))
+        return tyro.cli(config, prog=prog, description="", args=arguments, config=MARKERS, **given)
 
 
 def _parse_known(config: type[T], arguments: Sequence[str]) -> T:

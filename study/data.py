@@ -65,7 +65,7 @@ class Dataset:
         """Checksum of all its numbers."""
         digest = hashlib.sha256(repr((self.shape, self.classes)).encode())
         for tensor in (self.train_x, self.train_y, self.test_x, self.test_y):
-            digest.update(tensor.contiguous().numpy())
+            digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def scaled(self, x: Tensor) -> Tensor:

@@ -2,22 +2,105 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
+from pathsgd import PathSGD
 from study import learning_curves as curves
 from study.config import Cell
 from study.files import write_atomically
 from study.methods import METHODS
-from study.one_step_examples import OneStepExample, SmallNet, explosion, poor_updates
 from study.runs import StudyResults
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class SmallNet:
+    """The weights of each layer, one row for each unit they lead to, and the outputs."""
+
+    layers: tuple[Matrix, ...]
+    outputs: tuple[float, ...]
+
+    @property
+    def weights(self) -> list[float]:
+        return [weight for layer in self.layers for row in layer for weight in row]
+
+
+@dataclass(frozen=True)
+class OneStepExample:
+    """A balanced network, an unbalanced one that computes the same function, and both after one step."""
+
+    x: tuple[float, ...]
+    balanced: tuple[SmallNet, SmallNet, SmallNet]  # before, after a step of SGD, after one of Path-SGD
+    unbalanced: tuple[SmallNet, SmallNet, SmallNet]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Largest difference between the outputs of the two, before and after a step of each method."""
+        pairs = zip(self.balanced, self.unbalanced, strict=True)
+        return [max(abs(a - b) for a, b in zip(one.outputs, two.outputs, strict=True)) for one, two in pairs]
+
+    @property
+    def exploded(self) -> bool:
+        """Whether SGD blew up a small weight of the unbalanced network and hardly moved a large one."""
+        before, after, _ = (net.weights for net in self.unbalanced)
+        changes = [abs(b / a) for a, b in zip(before, after, strict=True)]
+        return max(changes) > 100 and min(changes) < 1.01
+
+    def __str__(self) -> str:
+        parts = []
+        for name, nets in (("unbalanced", self.unbalanced), ("balanced", self.balanced)):
+            before, sgd, path = (" and ".join(f"{w:.5g}" for w in net.weights) for net in nets)
+            after = f"become {sgd} in one step of SGD, {path} in one of Path-SGD"
+            parts.append(f"{name}, the weights {before} {after}")
+        return "; ".join(parts)
+
+
+@functools.cache  # asked for by the claim and by the figure
+def explosion() -> OneStepExample:
+    """Figure 1 (b): a chain of one unit, x = 1."""
+    return _compute([[1.0]], [[1.0]], factors=[100.0], x=[1.0])
+
+
+@functools.cache
+def poor_updates() -> OneStepExample:
+    """Figure 1 (c): two inputs, two hidden units, two outputs, x = (1, 1)."""
+    return _compute([[1.0, 1.0], [1.0, 2.0]], [[1.0, 1.0], [2.0, 1.0]], factors=[10.0, 0.1], x=[1.0, 1.0])
+
+
+def _compute(first: Any, second: Any, factors: list[float], x: list[float]) -> OneStepExample:
+    w1, w2, c, inputs = (torch.tensor(v, dtype=torch.float64) for v in (first, second, factors, [x]))
+
+    def step(w1: Tensor, w2: Tensor, method: str) -> SmallNet:
+        layers = [nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype) for w in (w1, w2)]
+        layers[0].weight.data, layers[1].weight.data = w1.clone(), w2.clone()
+        model = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        if method:
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            outputs = model(inputs)
+            outputs.backward(-torch.ones_like(outputs))
+            (sgd if method == "sgd" else PathSGD(model, lr=1.0)).step()
+        weights = tuple(tuple(map(tuple, p.tolist())) for p in model.parameters())
+        return SmallNet(weights, tuple(model(inputs)[0].tolist()))
+
+    def take_steps(w1: Tensor, w2: Tensor) -> tuple[SmallNet, SmallNet, SmallNet]:
+        return step(w1, w2, ""), step(w1, w2, "sgd"), step(w1, w2, "path")
+
+    # Divided by the factor rather than multiplied by its inverse: 1 / 100 is then the nearest float to it.
+    return OneStepExample(tuple(x), take_steps(w1, w2), take_steps(w1 * c[:, None], w2 / c))
+
 
 STYLES = {
     "balanced": curves.CurveStyle("#e0523a", "o", curves.LINES["balanced"], 1.8, filled=True, band=True),
@@ -126,7 +209,11 @@ def _draw_net(
                 ends = place(k, source), place(k + 1, unit)
                 _draw_edge(axes, *ends, weight, level=source == unit)
                 if before is not None and max(sizes) == 1:
-                    _draw_change(axes, *ends, weight - before.layers[k][unit][source])
+                    middle = [(a + b) / 2 for a, b in zip(*ends, strict=True)]
+                    axes.annotate(
+                        f"{weight - before.layers[k][unit][source]:+.5g}", middle, (0, -5), ha="center",
+                        va="top", textcoords="offset points", fontsize=8, color="0.35", style="italic",
+                    )  # fmt: skip
     for k, count in enumerate(sizes):
         for unit in range(count):
             inner = "white" if k else "0.88"
@@ -158,34 +245,12 @@ def _draw_edge(axes: Any, start: Point, end: Point, weight: float, level: bool) 
     )  # fmt: skip
 
 
-def _draw_change(axes: Any, start: Point, end: Point, by: float) -> None:
-    place = [(a + b) / 2 for a, b in zip(start, end, strict=True)]
-    axes.annotate(
-        f"{by:+.5g}", place, (0, -5), textcoords="offset points", ha="center", va="top", fontsize=8,
-        color="0.35", style="italic",
-    )  # fmt: skip
-
-
 DPI = 150
 # A font that comes with matplotlib, and a salt for the names in an SVG file: the same figure, the same bytes.
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.7, "axes.titlesize": 10,
     "svg.fonttype": "path", "svg.hashsalt": "pathsgd", "path.simplify": True,
 }  # fmt: skip
-LEARNING_CURVES = (
-    "Cross-entropy, training error and test error after each epoch; those in training are measured on "
-    "each batch before its step, with units dropped where there is dropout. Lines are means over the "
-    "repeats, bands reach from the lowest to the highest. Unbalanced runs of invariant methods are open "
-    "marks on the line of the balanced ones. The vertical range is that of the balanced runs; curves "
-    "beyond it are named above the panel with the values they end at, or counted. A cross marks where a "
-    "run diverged; the other runs go on as thin lines, one by one."
-)
-EXAMPLES = (
-    "(b) One step on a chain of one hidden unit: SGD hardly moves the large weight and blows up the small "
-    "one; Path-SGD moves both in proportion. In italics: the change. (c) Two networks that compute the "
-    "same function: after one step of SGD they do not any more, after one of Path-SGD they do. In bold: "
-    "the outputs. (b) and (c) are computed with the library, without biases."
-)
 
 
 def draw_all(results: StudyResults, folder: Path) -> list[Path]:
@@ -210,17 +275,3 @@ def _write(figure: Any, path: Path) -> Path:
     figure.set_layout_engine("none")  # where things go is settled, and finding it takes long
     write_atomically(path, content.getvalue())
     return path
-
-
-def write_caption(name: str, results: StudyResults) -> str:
-    """Caption of ``figure1`` to ``figure5``."""
-    if name == "figure1":
-        pair = find_pair(results)
-        where = pair and f"{METHODS[pair[0].method].label} on {curves.title_of(pair[0].dataset)}"
-        first = f"The training loss of {where}, balanced and unbalanced" if pair else "Nothing to show"
-        return f"Figure 1: what an unbalanced start does to SGD. (a) {first}. {EXAMPLES}"
-    epochs = results.study.epochs
-    last = curves.first_part(epochs) if name in ("figure2", "figure3") else epochs
-    part = f"the first {last} of {epochs}" if last < epochs else f"all {last}"
-    dropout = "with" if name in ("figure3", "figure5") else "without"
-    return f"Figure {name[-1]}: learning curves {dropout} dropout, {part} epochs. {LEARNING_CURVES}"

@@ -1,4 +1,4 @@
-"""Files and folders: atomic writes, JSON that is checked against dataclasses, locks."""
+"""Files and folders: atomic writes, JSON checked against dataclasses, locks, the manifest of a study."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import dataclasses
 import json
 import math
 import os
+import platform
+import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import filelock
+import torch
 
 from pathsgd import PathError
 
@@ -126,3 +131,51 @@ def lock_folder(folder: Path, option: str = "--out", wait: bool = False) -> Iter
         yield
     finally:
         lock.release()
+
+
+PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
+Manifest = dict[str, Any]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def add_manifest(path: Path, device: torch.device) -> None:
+    """Adds this process, which trains on this device, to the list in a file, unless an equal one is there."""
+    manifests, new = read_manifests(path), _make_manifest(device)
+    if not any({**one, "written": new["written"]} == new for one in manifests):
+        write_json(path, [*manifests, new])
+
+
+def read_manifests(path: Path) -> list[Manifest]:
+    manifests: list[Manifest] = read_json(path, list) if path.exists() else []
+    if not all(isinstance(one, dict) for one in manifests):
+        raise PathError(f"{path}: expected a list of objects")
+    return manifests
+
+
+def _make_manifest(device: torch.device) -> Manifest:
+    return {
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m study", *sys.argv[1:]]),
+        "revision": _find_revision(),
+        "python": platform.python_version(),
+        "packages": {one.name: one.version for one in distributions() if one.name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _find_revision() -> str | None:
+    """Git hash of the checkout, and whether it was changed since."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

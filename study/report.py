@@ -11,10 +11,9 @@ from typing import Any
 import jinja2
 
 from study.claims import LAST_EPOCHS, Claim
-from study.figures import write_caption
-from study.files import write_atomically
-from study.learning_curves import format_size, title_of
-from study.manifest import Manifest
+from study.figures import find_pair
+from study.files import Manifest, write_atomically
+from study.learning_curves import first_part, format_size, title_of
 from study.methods import METHODS
 from study.runs import StudyResults, describe
 from study.tables import COMPARISON_HEAD, Table, explain_demo, tabulate_choices
@@ -31,17 +30,22 @@ def write_report(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    study, flat = results.study, [dict(_flatten(one)) for one in results.manifests]
+    study, pair, flat = results.study, find_pair(results), [dict(_flatten(one)) for one in results.manifests]
     page = environment.get_template("report.html").render(
         title=f"Path-SGD on {', '.join(map(title_of, study.datasets))}",
-        lede=_introduce(results),
+        methods=[METHODS[name].label for name in study.methods],
+        runs=sum(map(len, results.finals.values())),
+        seeds=results.seeds,
+        devices=list(dict.fromkeys(str(one.get("device", "?")) for one in results.manifests)),
+        figure1=pair and f"{METHODS[pair[0].method].label} on {title_of(pair[0].dataset)}",
+        part=first_part(study.epochs),
         study=study,
         claims=claims,
         verdicts=Counter(claim.verdict for claim in claims),
         comparison_head=COMPARISON_HEAD,
         demo=explain_demo(results),
         last=LAST_EPOCHS,
-        figures=[_embed(name, results, figures) for name in dict.fromkeys(path.stem for path in figures)],
+        figures=[_embed(name, figures) for name in dict.fromkeys(path.stem for path in figures)],
         tables=tables,
         search=tabulate_choices(results.choices),
         choices=results.choices,
@@ -56,29 +60,13 @@ def write_report(
     write_atomically(path, page.encode("utf-8", "backslashreplace"))
 
 
-def _introduce(results: StudyResults) -> str:
-    study = results.study
-    methods = ", ".join(METHODS[name].label for name in study.methods)
-    net = f"hidden layers of {', '.join(map(str, study.hidden))} ReLU units"
-    runs = sum(map(len, results.finals.values()))
-    devices = dict.fromkeys(str(one.get("device", "?")) for one in results.manifests)
-    device = " and ".join(devices) or "a device that was not recorded"
-    return (
-        f"{methods}, compared as in the Path-SGD paper of Neyshabur, Salakhutdinov and Srebro (2015): {net}, "
-        f"batches of {study.batch}, {runs} final runs of {study.epochs} epochs with {results.seeds} "
-        f"seed{'s' * (results.seeds != '1')} on {device}."
-    )
-
-
-def _embed(name: str, results: StudyResults, figures: Sequence[Path]) -> dict[str, str]:
+def _embed(name: str, figures: Sequence[Path]) -> dict[str, str]:
     """Embeds the SVG of a figure, or its PNG where that is large."""
     kinds = {path.suffix: path for path in figures if path.stem == name}
     chosen = kinds[".png" if kinds[".svg"].stat().st_size > LARGEST_SVG else ".svg"]
     # As an image rather than inline: two figures may use the same ids.
     content = base64.b64encode(chosen.read_bytes()).decode()
-    text = write_caption(name, results)
-    source = f"data:{IMAGE_TYPES[chosen.suffix]};base64,{content}"
-    return {"name": name, "source": source, "alternative": text.split(":")[0], "caption": text}
+    return {"name": name, "source": f"data:{IMAGE_TYPES[chosen.suffix]};base64,{content}"}
 
 
 def _list_failures(results: StudyResults) -> Iterator[str]:

@@ -17,8 +17,7 @@ import torch
 from pathsgd import PathError
 from study.config import Run
 from study.data import Dataset
-from study.files import encode_line
-from study.manifest import add_manifest
+from study.files import add_manifest, encode_line
 from study.runs import Metrics, RunFolder, RunRecord, Status, describe
 from study.training import LossAndError, Trainer, TrainingData, prepare_data, trace_network
 

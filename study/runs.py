@@ -28,8 +28,16 @@ import torch
 from pathsgd import PathError
 from study.config import Cell, Run, Study
 from study.data import Dataset, short_name
-from study.files import encode_line, from_json, read_json, read_lines, write_atomically, write_json
-from study.manifest import Manifest, read_manifests
+from study.files import (
+    Manifest,
+    encode_line,
+    from_json,
+    read_json,
+    read_lines,
+    read_manifests,
+    write_atomically,
+    write_json,
+)
 from study.methods import find_method
 
 Status = Literal["done", "diverged", "stopped"]

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pathsgd import PathError
 from study.data import Dataset, Split, one_line, read_cifar, read_digits, read_mnist, read_npz, read_svhn
@@ -77,12 +77,14 @@ def _find_file(folder: Path, name: str) -> Path | None:
 
 
 def _read_sources() -> dict[str, DatasetSource]:
-    readers = {"mnist": read_mnist, "svhn": read_svhn, "cifar10": functools.partial(read_cifar, labels=(10,)),
-               "cifar100": functools.partial(read_cifar, labels=(20, 100))}  # fmt: skip
+    readers: dict[str, Callable[[Sequence[Path]], Split]] = {
+        "mnist": read_mnist, "cifar10": functools.partial(read_cifar, labels=(10,)),
+        "cifar100": functools.partial(read_cifar, labels=(20, 100)), "svhn": read_svhn,
+    }  # fmt: skip
     sources = read_json(Path(__file__).with_name("sources.json"), dict)
     for name, source in sources.items():
         source["remotes"] = [Remote(*remote) for remote in source["remotes"]]
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in source.items()}
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in source.items()}
         sources[name] = DatasetSource(**fields, read=readers[name])
     return sources
 

@@ -1,20 +1,25 @@
-"""Training of one network: its data, its initial weights, its epochs, with a state that can be saved."""
+"""Training of one network: its data, its initial weights, its epochs; and the time of a step."""
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
-from pathsgd import PathError, PathGraph, trace, unbalance
-from study.config import Run
+from pathsgd import PathError, PathGraph, PathSGD, trace, unbalance
+from study.config import Run, Study
 from study.data import Dataset
+from study.files import device_name
 from study.methods import find_method
+from study.runs import DataInfo, StepCost
 
 EVALUATED_AT_ONCE = 10_000
 
@@ -149,7 +154,7 @@ class Trainer:
         return _measure(self.outputs, self.data.train_y[points])
 
     def step(self, points: Tensor, places: Tensor) -> bool:
-        """Takes a step on these points and keeps the outputs at these places; False if the loss is not finite."""
+        """Takes a step and keeps the outputs at these places; False if the loss is not finite."""
         for parameter in self.model.parameters():
             parameter.grad = None
         outputs = self._forward(self.data.train_x[points])
@@ -192,3 +197,57 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.order_generator.set_state(state["order"].cpu())
         self.dropout_generator.set_state(state["drops"].cpu())
+
+
+SECONDS = 1.5  # time for each method
+LR = 1e-30  # so small that no weight changes: a network that diverges would be timed on NaNs
+WARM_UP_STEPS = 8
+ROUNDS = 3
+"""Rounds in which the methods take turns, with new models: where one lies in memory can cost a third of its
+speed."""
+
+
+def measure_step_cost(study: Study, info: DataInfo, device: torch.device) -> StepCost:
+    """Times whole training steps; on a GPU they are captured in CUDA graphs."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = study.tf32
+    widths = math.prod(info.shape), *study.hidden, info.classes
+    x = torch.randn(study.batch, widths[0], device=device)
+    y = torch.randint(info.classes, (study.batch,), device=device)
+    times: dict[str, list[float]] = {"sgd": [], "path": []}
+    threads = torch.get_num_threads()
+    for _ in range(ROUNDS):
+        for name, values in times.items():
+            step = _make_step(name, make_network(*widths).to(device), x, y)
+            timer = Timer("step()", globals={"step": step}, num_threads=threads)
+            values.append(1e6 * timer.blocked_autorange(min_run_time=SECONDS / ROUNDS).median)
+    medians = statistics.median(times["sgd"]), statistics.median(times["path"])
+    machine = device_name(device) + (f", threads: {threads}" if device.type == "cpu" else "")
+    return StepCost("-".join(map(str, widths)), machine, *medians)
+
+
+def _make_step(name: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Callable[[], object]:
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(model.parameters(), LR, fused=True) if name == "sgd" else PathSGD(model, x[:1], lr=LR)
+    )
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    if not x.is_cuda:
+        step()
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    graph.optimizer = optimizer  # type: ignore[attr-defined]  # a graph does not keep what it works on
+    return graph.replay

@@ -10,8 +10,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from study.figures import draw_example
-from study.one_step_examples import poor_updates
+from study.figures import draw_example, poor_updates
 
 
 def draw(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from study import step_cost
+from study import training
 from study.figures import draw_all
 from study.sources import load
 from study.training import prepare_data
@@ -16,7 +16,7 @@ from support.short_runs import CPU, SMALL
 def _brief_timing():
     """A study times steps for seconds at its end, and most tests are about something else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_cost, "SECONDS", 0.01)
+        patch.setattr(training, "SECONDS", 0.01)
         yield
 
 

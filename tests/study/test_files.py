@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pathsgd import PathError
-from study import manifest
-from study.files import encode_line, lock_folder, write_atomically, write_json
-from study.manifest import add_manifest, read_manifests
+from study import files
+from study.files import add_manifest, encode_line, lock_folder, read_manifests, write_atomically, write_json
 from study.runs import RunFolder
 from study.sources import load
 from support.short_runs import CPU, SMALL, Killed, train_small
@@ -52,7 +51,7 @@ def test_every_way_runs_were_trained_is_noted_once(tmp_path, monkeypatch):
     for _ in range(2):
         add_manifest(path, CPU)
     assert len(read_manifests(path)) == 1
-    monkeypatch.setattr(manifest, "_find_revision", lambda: "another")
+    monkeypatch.setattr(files, "_find_revision", lambda: "another")
     add_manifest(path, CPU)
     assert [one["revision"] == "another" for one in read_manifests(path)] == [False, True]
     path.write_text('{"revision": null}')

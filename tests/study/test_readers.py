@@ -256,14 +256,14 @@ def test_the_command(mnist, tmp_path, capsys):
     assert main(["data", "--data-dir", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "data set"
-    assert lines[0].split("  ")[:2] == ["MNIST, of 60000 + 10000", "784 (28x28 grey)"]
+    assert lines[0].split("  ")[:2] == ["MNIST, a part of the original", "784 (28x28 grey)"]
     assert lines[1].split() == ["digits", "64", "(8x8", "grey)", "10", "1442", "355"]
     assert [line.split(" is not in ")[0] for line in lines[2:]] == ["CIFAR-10", "CIFAR-100", "SVHN"]
     names = ["mnist", "svhn", f"own={own}", "mnist"]
     assert main(["data", *names, "--no-download", "--data-dir", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert [line.split("  ")[0] for line in printed.out.splitlines()[1:]] == [
-        "MNIST, of 60000 + 10000",
+        "MNIST, a part of the original",
         "own",
     ]
     assert printed.err.startswith("study: SVHN is not in ")

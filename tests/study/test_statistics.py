@@ -10,11 +10,10 @@ from scipy import stats
 from study.claims import (
     Effect,
     compare,
-    confidence_interval,
     compare_epochs,
+    confidence_interval,
     count_epochs_to,
     find_common_loss,
-    find_t,
     log_ratio,
     mean_of_last,
     measure,
@@ -23,23 +22,6 @@ from study.config import Run
 from study.runs import RunRecord
 
 INF, NAN = math.inf, math.nan
-
-
-@pytest.mark.parametrize(
-    ("freedom", "t"),  # of any printed table, two-sided 5%
-    [
-        (1, 12.7062),
-        (2, 4.3027),
-        (3, 3.1824),
-        (4, 2.7764),
-        (5, 2.5706),
-        (9, 2.2622),
-        (30, 2.0423),
-        (120, 1.9799),
-    ],
-)
-def test_students_t(freedom, t):
-    assert find_t(freedom) == pytest.approx(t, abs=6e-5)
 
 
 def test_the_interval_is_that_of_the_paired_t_test():

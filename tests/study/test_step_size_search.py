@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from study.api import choose_winner, find_resumable, search_step_sizes
 from study.config import Study
 from study.files import from_json, read_json
 from study.run_queue import Progress
 from study.runs import Choice, DataInfo, RunRecord
-from study.step_size_search import choose_winner, find_resumable, search_step_sizes
 from study.tables import tabulate_choices
 from support.short_runs import SMALL
 
