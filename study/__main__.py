@@ -3,8 +3,6 @@
 0: done. 1: the command failed, or what it trained diverged. 2: the options are wrong. 130: interrupted.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -21,15 +19,12 @@ COMMANDS = {
 USAGE = """\
 usage: python -m study COMMAND [OPTIONS]
 
-The experiments of the Path-SGD paper.
-
 {commands}
 
 `python -m study COMMAND --help` lists the options of a command."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the study with these arguments and returns the exit code."""
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -1,12 +1,9 @@
 """Runs, sweeps and studies from Python. The command line calls these functions, too.
 
-A step size is chosen by the lowest validation error of runs that went to their end. A run that was stopped
-because it had learned nothing loses to a run that is clearly ahead; if none is, the stopped ones are resumed
-before the winner is chosen. Where the largest step size wins, one ten times as large is tried and shown; it
-is not used, since it is not of the paper's grid.
+The lowest validation error of a run that went to its end chooses the step size. Runs that were stopped since
+they had learned nothing are resumed unless one is clearly ahead. Where the largest step size wins, one ten
+times as large is tried and shown; it is not used, since it is not of the paper's grid.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
@@ -20,7 +17,7 @@ from study.claims import find_undecided, judge_claims
 from study.config import Run, Setup, Study, StudySetup
 from study.data import Dataset, short_name
 from study.figures import draw_all
-from study.files import encode_json, from_json, lock_folder, read_json, write_json
+from study.files import from_json, lock_folder, read_json, write_json
 from study.methods import METHODS
 from study.report import write_report
 from study.run_queue import Progress, RunQueue, choose_lanes, find_device
@@ -190,17 +187,15 @@ def _begin_study(study: Study, queue: RunQueue, replace: bool) -> dict[str, Data
     for run in study.all_search_runs():
         check_enough_points(queue.datasets[run.dataset], run)
     infos, out = {name: DataInfo.of(queue.datasets[name]) for name in study.datasets}, queue.out
-    data = {name: json.loads(encode_json(dataclasses.asdict(info))) for name, info in infos.items()}
+    data = {name: json.loads(json.dumps(dataclasses.asdict(info))) for name, info in infos.items()}
     if (out / "study.json").exists():
         old = from_json(Study, read_json(out / "study.json"), str(out / "study.json"))
         old_data = read_json(out / "data.json", dict) if (out / "data.json").exists() else data
         different = [name for name, value in vars(study).items() if getattr(old, name) != value]
         different += [f"data of {short_name(name)}" for name in data if old_data.get(name) != data[name]]
         if different and not replace:
-            other = (
-                f"{out} holds another study ({', '.join(different)} differ): choose another folder (--out)"
-            )
-            raise PathError(f"{other}, or --replace it: runs in common are not run again")
+            other = f"{out} holds another study ({', '.join(different)} differ)"
+            raise PathError(f"{other}: choose another --out, or --replace it, which keeps runs in common")
         for name in STALE if different else ():
             (out / name).unlink(missing_ok=True)
     write_json(out / "study.json", dataclasses.asdict(study))

@@ -1,9 +1,4 @@
-"""The paper's seven claims, judged by the rule of docs/verdict-rule.md, with every comparison behind them.
-
-A comparison has an effect in every seed, its confidence interval, and what the paper says of it.
-"""
-
-from __future__ import annotations
+"""The paper's seven claims, judged by the rule of docs/verdict-rule.md, with every comparison behind them."""
 
 import dataclasses
 import itertools
@@ -163,7 +158,6 @@ def measure(pairs: Sequence[Pair], effect: Callable[[RunRecord, RunRecord], floa
 
 
 def log_ratio(first: float, second: float) -> float:
-    """Logarithm of first / second, which may be zero."""
     return math.log(max(first, ALMOST_ZERO) / max(second, ALMOST_ZERO))
 
 
@@ -185,7 +179,6 @@ def compare(where: str, cells: Sequence[Cell], *effects: Effect, counts: bool = 
 
 
 def state(where: str, measured: str, agrees_if: str, holds: bool, counts: bool = True) -> Comparison:
-    """Compares a fact without seeds."""
     verdict: Verdict = "agrees" if holds else "disagrees"
     return Comparison(where, measured, "", agrees_if, verdict, "" if counts else NOT_COUNTED, counts)
 
@@ -255,10 +248,8 @@ def _judge(number: int, comparisons: Iterable[Comparison], not_run: list[str]) -
 
 
 def _find_missing(results: StudyResults, methods: Sequence[str], inits: Sequence[str]) -> list[str]:
-    study = results.study
-    return [METHODS[name].label for name in methods if name not in study.methods] + [
-        f"the {init} start" for init in inits if init not in study.inits
-    ]
+    missing = [METHODS[name].label for name in methods if name not in results.study.methods]
+    return missing + [f"the {init} start" for init in inits if init not in results.study.inits]
 
 
 def _pair_up(results: StudyResults, first: Cell, second: Cell) -> list[Pair]:

@@ -1,9 +1,4 @@
-"""The five commands. Each is a dataclass whose fields are its options, read by tyro.
-
-The docstring of the dataclass is the description that ``--help`` prints.
-"""
-
-from __future__ import annotations
+"""The five commands: dataclasses whose fields are options, and whose docstring ``--help`` prints."""
 
 import contextlib
 import inspect
@@ -45,9 +40,6 @@ class StudyCommand(Preset):
     setup: Annotated[StudySetup, arg(name="")] = field(default_factory=StudySetup)
     out: Path | None = None  # folder of the results
     quiet: bool = False  # print results only
-
-
-StudyCommandT = TypeVar("StudyCommandT", bound=StudyCommand)
 
 
 @dataclass(frozen=True)
@@ -206,8 +198,7 @@ MAIN = {
 }  # fmt: skip
 
 
-def _parse_study(config: type[StudyCommandT], arguments: Sequence[str], command: str) -> StudyCommandT:
-    """Reads the preset first, since the other options change it."""
+def _parse_study(config: type[StudyCommand], arguments: Sequence[str], command: str) -> StudyCommand:
     name = _parse_known(Preset, arguments).preset
     if name not in PRESETS:
         raise PathError(f"Unknown preset: {name!r} (one of {', '.join(PRESETS)})")

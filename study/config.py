@@ -1,9 +1,4 @@
-"""Configurations: one training run, a whole study, and where they are run.
-
-The comment or string at a field is the help of its option on the command line.
-"""
-
-from __future__ import annotations
+"""Configurations; the comment or string at a field is the help of its option on the command line."""
 
 import dataclasses
 import hashlib
@@ -47,8 +42,7 @@ class Run:
 
     dataset: str = "digits"  # digits, mnist, cifar10, cifar100, svhn, or name=path.npz
     method: str = "path-sgd"
-    """the optimizer: sgd, adagrad, path-sgd, momentum, adam, adamw, path-momentum, path-adagrad, path-adam,
-    path-adamw"""
+    """sgd, momentum, adagrad, adam, adamw, path-sgd, path-momentum, path-adagrad, path-adam, path-adamw"""
     step_size: Annotated[float, arg(aliases=("--lr",))] = 1e-2  # the learning rate
     init: Init = "balanced"
     """N(0, 1/fan_in); or the same unbalanced, a quarter of the hidden units rescaled by 10 c with c
@@ -88,7 +82,6 @@ class Run:
 
     @property
     def evaluates_on(self) -> str:
-        """``validation`` or ``test``."""
         return "validation" if self.validation else "test"
 
     @property
@@ -121,8 +114,7 @@ class Study:
     datasets: Annotated[tuple[str, ...], arg(aliases=("--dataset",))] = ("digits",)
     """any of digits, mnist, cifar10, cifar100, svhn, name=path.npz"""
     methods: Annotated[tuple[str, ...], arg(aliases=("--method",))] = ("sgd", "adagrad", "path-sgd")
-    """any of sgd, adagrad, path-sgd, momentum, adam, adamw, path-momentum, path-adagrad, path-adam,
-    path-adamw"""
+    """sgd, momentum, adagrad, adam, adamw, path-sgd, path-momentum, path-adagrad, path-adam, path-adamw"""
     inits: Annotated[tuple[Init, ...], arg(aliases=("--init",))] = ("balanced", "unbalanced")
     """initialisations: balanced, unbalanced, powers-of-two"""
     dropouts: Annotated[tuple[float, ...], arg(aliases=("--dropout",))] = (0.0, 0.5)
@@ -204,12 +196,9 @@ class Study:
 
 
 PRESETS = {
-    "small": Study(
-        hidden=(256, 256), search_epochs=20, epochs=40, validation=300, repeats=3,
-        step_sizes=ALL_STEP_SIZES[:7],
-    ),
+    "small": Study(hidden=(256, 256), epochs=40, validation=300, repeats=3, step_sizes=ALL_STEP_SIZES[:7]),
     "paper": Study(datasets=("mnist", "cifar10", "cifar100", "svhn")),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -225,7 +214,5 @@ class Setup:
 
 @dataclass(frozen=True)
 class StudySetup(Setup):
-    """Setup of a study, which has many runs."""
-
     lanes: int | None = None  # runs at a time on a CPU; by default small networks one per core, at most 4
     replace: bool = False  # let this study replace another in its folder

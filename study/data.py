@@ -1,9 +1,4 @@
-"""Data sets in memory, and readers of idx, the binary version of CIFAR, MATLAB 5 and npz files.
-
-Nothing is unpickled: reading a pickle runs the code in it. A broken file ends in one line that names it.
-"""
-
-from __future__ import annotations
+"""Data sets in memory, and readers of idx, binary CIFAR, MATLAB 5 and npz files. Nothing is unpickled."""
 
 import gzip
 import hashlib
@@ -51,10 +46,8 @@ class Dataset:
                 expected = f"(n, {self.features}) and (n,) of torch.int64 with n > 0"
                 raise PathError(f"{self.name}: {split} has {shapes}: expected {expected}")
             if x.dtype not in (torch.uint8, torch.float32) or y.min() < 0 or y.max() >= self.classes:
-                expected = f"uint8 or float32 and labels from 0 to {self.classes - 1}"
-                raise PathError(
-                    f"{self.name}: {split} has {x.dtype} and labels to {y.max()}: expected {expected}"
-                )
+                expected = f"uint8 or float32 inputs and labels from 0 to {self.classes - 1}"
+                raise PathError(f"{self.name}: {split} has {x.dtype}: expected {expected}")
 
     @property
     def features(self) -> int:
@@ -62,7 +55,6 @@ class Dataset:
 
     @property
     def checksum(self) -> str:
-        """Checksum of all its numbers."""
         digest = hashlib.sha256(repr((self.shape, self.classes)).encode())
         for tensor in (self.train_x, self.train_y, self.test_x, self.test_y):
             digest.update(tensor.contiguous().numpy().tobytes())
@@ -87,7 +79,6 @@ class Dataset:
 
 
 def dimensionality(shape: tuple[int, ...]) -> str:
-    """Formats a shape as the paper's table does."""
     features = math.prod(shape)
     if len(shape) != 3:
         return str(features)
@@ -116,7 +107,6 @@ def _broken(path: Path, fault: str) -> PathError:
 
 
 def _read_bytes(path: Path) -> bytearray:
-    """Reads a file, gzipped or not."""
     try:
         with path.open("rb") as file:
             if file.peek(2)[:2] != GZIP:
@@ -231,30 +221,22 @@ def read_npz(name: str, path: Path) -> Dataset:
         raise PathError(f"{path} is no sound npz file ({one_line(error)}): use numpy.savez") from error
     if missing:
         raise PathError(f"{path} lacks {', '.join(missing)}: save {', '.join(NPZ_NAMES)} with numpy.savez")
-    train, test = (_convert_inputs(values[f"{split}_x"], path, f"{split}_x") for split in ("train", "test"))
-    train_y, test_y = (
-        _convert_labels(values[f"{split}_y"], path, f"{split}_y") for split in ("train", "test")
-    )
+    train, test = (_convert_inputs(values[name], path, name) for name in ("train_x", "test_x"))
+    train_y, test_y = (_convert_labels(values[name], path, name) for name in ("train_y", "test_y"))
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-        shapes = (
-            f"train_x {tuple(train.shape)} of {train.dtype} and test_x {tuple(test.shape)} of {test.dtype}"
-        )
-        raise PathError(f"{path} has {shapes}: save both with one shape and one type")
+        raise PathError(f"{path} has train_x and test_x of two kinds: save both with one shape and one type")
     shape, classes = tuple(train.shape[1:]), 1 + max(int(train_y.max()), int(test_y.max()))
     highest = 255.0 if train.dtype == torch.uint8 else 1.0
     shape = (1, *shape) if len(shape) == 2 else shape
-    return Dataset(name, shape, classes, train.flatten(1), train_y, test.flatten(1), test_y, highest)
+    data = Dataset(name, shape, classes, train.flatten(1), train_y, test.flatten(1), test_y, highest)
+    data.check_learnable()
+    return data
 
 
 def _convert_inputs(array: Any, path: Path, name: str) -> Tensor:
-    if (
-        array.ndim not in (2, 3, 4)
-        or not array.size
-        or not (array.dtype == np.uint8 or array.dtype.kind == "f")
-    ):
-        expected = (
-            "uint8 or floats of shape (n, features), (n, height, width) or (n, channels, height, width)"
-        )
+    numbers = array.dtype == np.uint8 or array.dtype.kind == "f"
+    if array.ndim not in (2, 3, 4) or not array.size or not numbers:
+        expected = "uint8 or floats, (n, features), (n, height, width) or (n, channels, height, width)"
         raise PathError(f"{path} has {name} {array.shape} of {array.dtype}, expected {expected}")
     x = torch.tensor(array)
     if x.dtype != torch.uint8 and not bool(torch.isfinite(x := x.float()).all()):

@@ -1,7 +1,5 @@
 """The paper's figures as PNG and SVG, with captions. Figure 1: what an unbalanced start does to SGD."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools
@@ -139,7 +137,6 @@ def find_pair(results: StudyResults) -> tuple[Cell, Cell] | None:
 
 
 def _draw_training(axes: Any, results: StudyResults) -> None:
-    """Draws panel (a)."""
     pair = find_pair(results)
     if pair is None:
         axes.set_title("(a) Training with SGD, balanced and unbalanced: not run")

@@ -1,7 +1,5 @@
 """Files and folders: atomic writes, JSON checked against dataclasses, locks, the manifest of a study."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -43,12 +41,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def encode_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
-
-
 def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, encode_json(value))
+    write_atomically(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path, kind: type | None = None) -> Any:
@@ -62,6 +56,10 @@ def read_json(path: Path, kind: type | None = None) -> Any:
     if kind is not None and not isinstance(value, kind):
         raise PathError(f"{path}: expected {'an object' if kind is dict else 'a list'}")
     return value
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    return read_json(path, list) if path.exists() else []
 
 
 def encode_line(values: dict[str, Any]) -> bytes:
@@ -134,7 +132,6 @@ def lock_folder(folder: Path, option: str = "--out", wait: bool = False) -> Iter
 
 
 PACKAGES = ("pathsgd", "torch", "triton", "numpy", "scipy", "scikit-learn", "matplotlib")
-Manifest = dict[str, Any]
 
 
 def device_name(device: torch.device) -> str:
@@ -143,19 +140,12 @@ def device_name(device: torch.device) -> str:
 
 def add_manifest(path: Path, device: torch.device) -> None:
     """Adds this process, which trains on this device, to the list in a file, unless an equal one is there."""
-    manifests, new = read_manifests(path), _make_manifest(device)
+    manifests, new = read_list(path), _make_manifest(device)
     if not any({**one, "written": new["written"]} == new for one in manifests):
         write_json(path, [*manifests, new])
 
 
-def read_manifests(path: Path) -> list[Manifest]:
-    manifests: list[Manifest] = read_json(path, list) if path.exists() else []
-    if not all(isinstance(one, dict) for one in manifests):
-        raise PathError(f"{path}: expected a list of objects")
-    return manifests
-
-
-def _make_manifest(device: torch.device) -> Manifest:
+def _make_manifest(device: torch.device) -> dict[str, Any]:
     return {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m study", *sys.argv[1:]]),
@@ -169,8 +159,6 @@ def _make_manifest(device: torch.device) -> Manifest:
 
 
 def _find_revision() -> str | None:
-    """Git hash of the checkout, and whether it was changed since."""
-
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,7 +1,5 @@
 """Learning curves, Figures 2 to 5: a row for each data set, columns for training loss and both errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,6 @@ from study.methods import METHODS
 from study.runs import RunRecord, StudyResults
 from study.sources import SOURCES
 
-Point = tuple[int, float]
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -31,7 +27,7 @@ class Curve:
     rest: list[
         tuple[int, list[float]]
     ]  # for each longer repeat the epoch it goes on alone from, and its values
-    ends: list[Point]  # where repeats diverged
+    ends: list[tuple[int, float]]  # where repeats diverged
 
     @property
     def last(self) -> float:
@@ -76,8 +72,6 @@ def _usable(run: RunRecord, name: str) -> list[float]:
 
 @dataclass(frozen=True)
 class AxisRange:
-    """The range of a vertical axis."""
-
     low: float
     high: float
     log: bool = False
@@ -149,8 +143,6 @@ Finals = Mapping[Cell, list[RunRecord]]
 
 @dataclass(frozen=True)
 class CurveStyle:
-    """Look of the curve of one cell."""
-
     colour: str
     marker: str
     line: Any
@@ -308,7 +300,6 @@ def drawable(text: str) -> str:
 
 
 def format_size(value: float) -> str:
-    """Formats a step size: 0.01, 1e-5."""
     return f"{value:g}".replace("e-0", "e-")
 
 

@@ -1,7 +1,5 @@
 """Optimizers that a study compares, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Report of a study: one HTML page, rendered from the template report.html."""
 
-from __future__ import annotations
-
 import base64
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +10,7 @@ import jinja2
 
 from study.claims import LAST_EPOCHS, Claim
 from study.figures import find_pair
-from study.files import Manifest, write_atomically
+from study.files import write_atomically
 from study.learning_curves import first_part, format_size, title_of
 from study.methods import METHODS
 from study.runs import StudyResults, describe
@@ -25,7 +23,6 @@ IMAGE_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 def write_report(
     results: StudyResults, tables: list[Table], claims: list[Claim], figures: list[Path], path: Path
 ) -> None:
-    """Writes everything into one page, figures included."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -70,7 +67,6 @@ def _embed(name: str, figures: Sequence[Path]) -> dict[str, str]:
 
 
 def _list_failures(results: StudyResults) -> Iterator[str]:
-    """Final runs that did not end well."""
     for cell, records in results.finals.items():
         failed = [record for record in records if record.status != "done"]
         if failed:
@@ -89,7 +85,7 @@ def _format(name: str, value: Any) -> str:
     return format_size(value) if isinstance(value, float) else str(value)
 
 
-def _flatten(manifest: Manifest) -> Iterator[tuple[str, object]]:
+def _flatten(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in manifest.items():
         if isinstance(value, dict):
             yield from ((f"{name}: {key}", one) for key, one in value.items())

@@ -1,7 +1,5 @@
 """Training of many runs: each from its checkpoint to its end, several at a time on a CPU, none twice."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -18,7 +16,7 @@ from pathsgd import PathError
 from study.config import Run
 from study.data import Dataset
 from study.files import add_manifest, encode_line
-from study.runs import Metrics, RunFolder, RunRecord, Status, describe
+from study.runs import Metrics, RunFolder, RunRecord, Status, describe, read_record
 from study.training import LossAndError, Trainer, TrainingData, prepare_data, trace_network
 
 HOPELESS = 0.9  # fraction of the error of guessing: a run that is not below it after its grace is stopped
@@ -56,8 +54,6 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunQueue:
-    """Runs of one folder, and what trains them."""
-
     out: Path
     datasets: Mapping[str, Dataset]
     device: torch.device
@@ -145,24 +141,18 @@ def train_run(
             folder.save(lines, trainer.state_dict())
             saved_at = time.monotonic()
     folder.end(status, reason, time.monotonic() - start, keep_checkpoint)
-    record = folder.find_record()
-    assert record is not None
-    return record
+    return read_record(folder.path)
 
 
 def _metrics(run: Run, epoch: int, trained: LossAndError, trainer: Trainer) -> Metrics:
     evaluated = trainer.evaluate(trainer.data.evaluated_x, trainer.data.evaluated_y)
     return {
-        "epoch": epoch,
-        "train_loss": trained.loss,
-        "train_error": trained.error,
-        f"{run.evaluates_on}_loss": evaluated.loss,
-        f"{run.evaluates_on}_error": evaluated.error,
-    }
+        "epoch": epoch, "train_loss": trained.loss, "train_error": trained.error,
+        f"{run.evaluates_on}_loss": evaluated.loss, f"{run.evaluates_on}_error": evaluated.error,
+    }  # fmt: skip
 
 
 def _judge(run: Run, lines: list[Metrics], classes: int) -> tuple[Status | None, str]:
-    """Whether a run is at its end, and why."""
     epoch, last = len(lines) - 1, lines[-1]
     losses = [last["train_loss"], last[f"{run.evaluates_on}_loss"]]
     if any(loss is None or not math.isfinite(loss) for loss in losses):
@@ -171,10 +161,8 @@ def _judge(run: Run, lines: list[Metrics], classes: int) -> tuple[Status | None,
         best = min(line[f"{run.evaluates_on}_error"] for line in lines[1:])
         guessing = 1 - 1 / classes
         if best >= HOPELESS * guessing:
-            return (
-                "stopped",
-                f"an error of {best:.1%} after {epoch} epochs, where guessing has {guessing:.1%}",
-            )
+            reason = f"an error of {best:.1%} after {epoch} epochs, where guessing has {guessing:.1%}"
+            return "stopped", reason
     return ("done", "") if epoch >= run.epochs else (None, "")
 
 

@@ -4,15 +4,10 @@ runs/NAME/config.json     the configuration of a run
 runs/NAME/metrics.jsonl   one line per epoch, epoch 0 before the first step
 runs/NAME/checkpoint.pt   the state after some epoch; deleted when the run has ended
 runs/NAME/result.json     how the run ended, with a checksum of the lines; without it the run is resumed
-study.json                the configuration of a study
-data.json                 the data sets as they were loaded
-choices.json              the step sizes that were tried and chosen
-cost.json                 the time of a training step
-manifest.json             how and where the runs were trained
-note.txt                  what else a reader should know of the data, by whoever ran it; may be missing
+study.json, data.json     the configuration of a study, and the data sets as they were loaded
+choices.json, cost.json   the step sizes that were tried and chosen, and the time of a training step
+manifest.json, note.txt   how and where the runs were trained, and what else a reader should know of the data
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -28,16 +23,7 @@ import torch
 from pathsgd import PathError
 from study.config import Cell, Run, Study
 from study.data import Dataset, short_name
-from study.files import (
-    Manifest,
-    encode_line,
-    from_json,
-    read_json,
-    read_lines,
-    read_manifests,
-    write_atomically,
-    write_json,
-)
+from study.files import encode_line, from_json, read_json, read_lines, read_list, write_atomically, write_json
 from study.methods import find_method
 
 Status = Literal["done", "diverged", "stopped"]
@@ -54,17 +40,12 @@ class RunRecord:
     lines: list[Metrics]  # the metrics of every epoch; epoch 0 is before the first step
     reason: str = ""  # why it ended early
 
-    @property
-    def epochs(self) -> int:
-        return len(self.lines) - 1
-
     def curve(self, name: str) -> list[float]:
         """One of the metrics epoch by epoch; nan where it was not finite."""
         return [math.nan if line.get(name) is None else float(line[name]) for line in self.lines]
 
     @property
     def errors(self) -> list[float]:
-        """Error on the validation points or the test set, epoch by epoch."""
         return self.curve(f"{self.run.evaluates_on}_error")
 
     @property
@@ -75,8 +56,6 @@ class RunRecord:
 
 
 class RunFolder:
-    """Files of one run, below the folder ``runs``."""
-
     def __init__(self, runs: Path, run: Run) -> None:
         self.run = run
         self.path = runs / run.name
@@ -161,8 +140,6 @@ def _digest(metrics: bytes, status: str, reason: str) -> str:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """A data set as it was loaded."""
-
     checksum: str
     shape: tuple[int, ...]
     classes: int
@@ -170,14 +147,12 @@ class DataInfo:
     test: int
 
     @classmethod
-    def of(cls, data: Dataset) -> DataInfo:
+    def of(cls, data: Dataset) -> "DataInfo":
         return cls(data.checksum, data.shape, data.classes, len(data.train_y), len(data.test_y))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The search run of one step size."""
-
     step_size: float
     status: str
     best_error: float
@@ -187,11 +162,7 @@ class Trial:
 
     @property
     def outcome(self) -> str:
-        """Validation error, or how the run ended instead."""
         return f"{self.best_error:.2%}" if self.status == "done" else self.status
-
-    def __str__(self) -> str:
-        return f"{self.step_size:g}: {self.outcome}"
 
 
 @dataclass(frozen=True)
@@ -217,7 +188,6 @@ class Choice:
 
     @property
     def best(self) -> Trial | None:
-        """Trial of the chosen step size."""
         return next((trial for trial in self.tried if trial.step_size == self.step_size), None)
 
     def __str__(self) -> str:
@@ -235,7 +205,8 @@ class Choice:
             return ""
         if self.step_size == min(sizes):
             return ", the smallest tried"
-        return ", the largest tried" + (f"; {self.beyond}" if self.beyond else "")
+        beyond = f"; {self.beyond.step_size:g}: {self.beyond.outcome}" if self.beyond else ""
+        return f", the largest tried{beyond}"
 
 
 def is_edge(size: float, sizes: Sequence[float]) -> bool:
@@ -244,7 +215,6 @@ def is_edge(size: float, sizes: Sequence[float]) -> bool:
 
 
 def describe(of: Cell | Run) -> str:
-    """Data set, method and initialisation in a few words."""
     dropout = f", dropout {of.dropout:g}" if of.dropout else ""
     return f"{short_name(of.dataset)}, {find_method(of.method).label}, {of.init}{dropout}"
 
@@ -273,7 +243,7 @@ class StudyResults:
     choices: list[Choice]
     finals: dict[Cell, list[RunRecord]]  # one for each repeat and further ones; none without a step size
     exact: dict[Cell, RunRecord]  # the first final run again, rescaled by powers of two
-    manifests: list[Manifest]
+    manifests: list[dict[str, Any]]
     cost: StepCost | None = None  # the time of a step; None if it was not measured
     note: str = ""
 
@@ -284,7 +254,7 @@ class StudyResults:
         return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
     @classmethod
-    def load(cls, out: Path) -> StudyResults:
+    def load(cls, out: Path) -> "StudyResults":
         """Reads a study; a PathError if there is none, it has not ended, or its files were changed."""
         if not (out / "study.json").exists():
             raise PathError(f"{out} holds no study: run `python -m study reproduce --out {out}` first")
@@ -292,8 +262,6 @@ class StudyResults:
         infos = read_json(out / "data.json", dict)
         data = {name: from_json(DataInfo, info, str(out / "data.json")) for name, info in infos.items()}
         path = out / "choices.json"
-        if not path.exists():
-            raise PathError(f"the study in {out} has not chosen its step sizes yet: let it go on")
         choices = [from_json(Choice, one, str(path)) for one in read_json(path, list)]
         finals: dict[Cell, list[RunRecord]] = {}
         exact: dict[Cell, RunRecord] = {}
@@ -309,7 +277,7 @@ class StudyResults:
             finals[cell] += [read_record(path) for path in more if (path / "result.json").exists()]
             if len(records) > study.repeats:
                 exact[cell] = records[-1]
-        path, note, manifests = out / "cost.json", out / "note.txt", read_manifests(out / "manifest.json")
+        path, note, manifests = out / "cost.json", out / "note.txt", read_list(out / "manifest.json")
         cost = from_json(StepCost, read_json(path), str(path)) if path.exists() else None
         text = note.read_text("utf-8", errors="replace").strip() if note.exists() else ""
         return cls(out, study, data, choices, finals, exact, manifests, cost, text)

@@ -1,7 +1,5 @@
 """The paper's data sets: their files, where they are found or downloaded from, and ``load``."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -102,9 +100,7 @@ def load(name: str, data_dir: Path | None = None, *, download: bool = True) -> D
     if is_file:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", short):
             raise PathError(f"{short!r} cannot name a data set: use letters, digits, '.', '_' and '-'")
-        data = read_npz(short, Path(path).expanduser())
-        data.check_learnable()
-        return data
+        return read_npz(short, Path(path).expanduser())
     if name == "digits":
         return read_digits()
     if name not in SOURCES:
@@ -196,7 +192,6 @@ def describe_missing(name: str, data_dir: Path) -> str:
     if local.paths:
         missing = f"{source.title} in {local.folder} lacks {', '.join(local.missing)}"
     else:
-        missing = (
-            f"{source.title} is not in {data_dir} (no {local.missing[0]} in {', '.join(source.folders)})"
-        )
+        folders = ", ".join(source.folders)
+        missing = f"{source.title} is not in {data_dir} (no {local.missing[0]} in {folders})"
     return f"{missing}: `python -m study data {name}` downloads it, --data-dir names another folder"

@@ -1,9 +1,4 @@
-"""Tables of a study, the ranking of methods from one start, and all of it as text.
-
-The rule of the ranking is in docs/reproduction.md, under "The outlook".
-"""
-
-from __future__ import annotations
+"""Tables of a study, the ranking of methods from one start, and all of it as text."""
 
 import itertools
 import math
@@ -42,7 +37,6 @@ class Ranking:
 
     @property
     def undecided(self) -> list[str]:
-        """Methods that cannot be told from the first."""
         return [method for method, effect in self.behind.items() if effect.verdict != "agrees"]
 
     def describe(self, method: str) -> str:
@@ -57,8 +51,6 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Standings:
-    """The methods on one data set."""
-
     dataset: str
     dropout: float
     epochs: dict[str, list[int | None]]  # to the loss that is raced to, seed by seed; None: failed
@@ -68,15 +60,14 @@ class Standings:
 
 
 def rank_methods(results: StudyResults) -> list[Standings]:
-    """Ranks the methods of a study from one start, for each data set and dropout."""
+    """Ranks methods from one start by the rule in docs/reproduction.md, under "The outlook"."""
     study = results.study
     (init,), standings = study.inits, []
     for dataset, dropout in itertools.product(study.datasets, study.dropouts):
         finals = {name: results.finals[Cell(dataset, dropout, init, name)] for name in study.methods}
-        runs = {
-            name: [run if _has_learned(run) else None for run in records] or [None] * study.repeats
-            for name, records in finals.items()
-        }
+        runs: dict[str, list[RunRecord | None]] = {}
+        for name, records in finals.items():
+            runs[name] = [run if _has_learned(run) else None for run in records] or [None] * study.repeats
         standings.append(_compare_all(dataset, dropout, runs))
     return standings
 
@@ -175,7 +166,6 @@ def _tabulate_data(results: StudyResults) -> Table:
 
 
 def tabulate_results(results: StudyResults) -> Table:
-    """Step size of every cell, and the errors it ends at."""
     rows = []
     for choice in results.choices:
         best, records = choice.best, results.finals[choice.cell]
@@ -210,8 +200,7 @@ def tabulate_epochs(results: StudyResults) -> list[Table]:
     }
     reached = [k for k in range(len(LOSSES)) if any(any(by_loss[k]) for by_loss in epochs.values())]
     rows = [
-        [*_cell_columns(cell), *(_format_epochs(by_loss[k]) for k in reached)]
-        for cell, by_loss in epochs.items()
+        [*_cell_columns(c), *(_format_epochs(by_loss[k]) for k in reached)] for c, by_loss in epochs.items()
     ]
     head = [*CELL_HEAD, *(f"{LOSSES[k]:g}" for k in reached)]
     note = "From the fastest to the slowest seed; nothing where a seed does not come so far."
@@ -270,13 +259,9 @@ def format_seeds(values: Sequence[float], unit: str = "") -> str:
 
 
 def tabulate_choices(choices: Sequence[Choice]) -> Table:
-    """Validation error of every step size that was tried."""
-    outcomes = [_outcomes(choice) for choice in choices]
-    sizes = sorted({size for row in outcomes for size in row}, reverse=True)
-    rows = [
-        [*_cell_columns(choice.cell), *(row.get(size, "") for size in sizes)]
-        for choice, row in zip(choices, outcomes, strict=True)
-    ]
+    outcomes = {choice.cell: _outcomes(choice) for choice in choices}
+    sizes = sorted({size for row in outcomes.values() for size in row}, reverse=True)
+    rows = [[*_cell_columns(c), *(row.get(size, "") for size in sizes)] for c, row in outcomes.items()]
     head = [*CELL_HEAD, *(f"{size:g}" for size in sizes)]
     note = "In parentheses: tried because the largest won, and not used."
     note = note if any(choice.beyond for choice in choices) else ""
@@ -297,7 +282,6 @@ def _cell_columns(cell: Cell) -> list[str]:
 
 
 def describe_claims(claims: Sequence[Claim]) -> str:
-    """Claims with their verdicts and comparisons, for a terminal."""
     lines = ["The paper's claims", ""]
     for claim in claims:
         head = f"{claim.number}. {claim.verdict.upper()}: {claim.text}"

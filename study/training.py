@@ -1,7 +1,5 @@
 """Training of one network: its data, its initial weights, its epochs; and the time of a step."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
@@ -181,16 +179,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor) -> LossAndError:
-        """Loss and error of the network without dropout."""
         return _measure(torch.cat([self.model(part) for part in x.split(EVALUATED_AT_ONCE)]), y)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "order": self.order_generator.get_state(),
-            "drops": self.dropout_generator.get_state(),
-        }
+        generators = {"order": self.order_generator.get_state(), "drops": self.dropout_generator.get_state()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -11,7 +11,7 @@ import torch
 
 from pathsgd import PathError
 from study import files
-from study.files import add_manifest, encode_line, lock_folder, read_manifests, write_atomically, write_json
+from study.files import add_manifest, encode_line, lock_folder, read_list, write_atomically, write_json
 from study.runs import RunFolder
 from study.sources import load
 from support.short_runs import CPU, SMALL, Killed, train_small
@@ -50,14 +50,14 @@ def test_every_way_runs_were_trained_is_noted_once(tmp_path, monkeypatch):
     path = tmp_path / "manifest.json"
     for _ in range(2):
         add_manifest(path, CPU)
-    assert len(read_manifests(path)) == 1
+    assert len(read_list(path)) == 1
     monkeypatch.setattr(files, "_find_revision", lambda: "another")
     add_manifest(path, CPU)
-    assert [one["revision"] == "another" for one in read_manifests(path)] == [False, True]
+    assert [one["revision"] == "another" for one in read_list(path)] == [False, True]
     path.write_text('{"revision": null}')
     with pytest.raises(PathError, match="expected a list"):
         add_manifest(path, CPU)
-    assert read_manifests(tmp_path / "never noted") == []
+    assert read_list(tmp_path / "never noted") == []
 
 
 class Trap:

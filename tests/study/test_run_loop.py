@@ -74,7 +74,7 @@ def test_a_step_size_that_explodes_is_recorded_as_diverged(training_data, tmp_pa
 def test_a_run_that_learns_nothing_is_stopped_after_its_grace(training_data, tmp_path):
     config = dataclasses.replace(SMALL, method="sgd", step_size=1e-9, grace=2)
     found, _ = train_small(config, training_data, tmp_path)
-    assert (found.status, found.epochs) == ("stopped", 2)
+    assert (found.status, len(found.lines)) == ("stopped", 3)
     assert "where guessing has 90.0%" in found.reason
     assert (
         train_small(dataclasses.replace(config, step_size=0.1), training_data, tmp_path)[0].status == "done"

@@ -227,7 +227,7 @@ def test_a_study_that_was_changed_by_hand_is_refused(study, tmp_path, capsys, no
     (tmp_path / "choices.json").write_text('[{"cell": 3}]')
     assert "choices.json" in refused(capsys, "figures", tmp_path)
     (tmp_path / "choices.json").unlink()
-    assert "has not chosen its step sizes yet" in refused(capsys, "figures", tmp_path)
+    assert "choices.json is not there" in refused(capsys, "figures", tmp_path)
 
 
 def test_an_explosion_is_recorded_and_told(tmp_path, capsys):
