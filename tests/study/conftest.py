@@ -1,7 +1,5 @@
 """Digits, loaded once, a made-up study, drawn once, and steps timed briefly."""
 
-from __future__ import annotations
-
 import pytest
 
 from study import training

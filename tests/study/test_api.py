@@ -1,16 +1,9 @@
 """Runs, sweeps and studies from Python."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import pytest
-import torch
-
-from pathsgd import PathError
 from study.api import redraw, reproduce, sweep, train
-from study.config import Run, Setup, Study, StudySetup
-from study.data import Dataset
+from study.config import Run, Study, StudySetup
 from study.run_queue import Progress
 from support.data_files import clouds
 
@@ -83,31 +76,3 @@ def test_methods_from_one_start_are_ranked_and_no_claim_is_judged(tmp_path):
     assert "Which method is first" in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "claims.json").exists()
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"figure2", "figure4"}
-
-
-@pytest.mark.parametrize("device", ["toaster", "cuda:77"])
-def test_an_unknown_device_is_one_line(tmp_path, device):
-    with pytest.raises(PathError, match=f"device '{device}' cannot be used") as caught:
-        train(Run(dataset="clouds", batch=20), tmp_path, Setup(device=device), data=clouds())
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"train_y": torch.zeros(200, dtype=torch.int64)}, "clouds has one class in its training labels"),
-        ({"test_y": torch.full((50,), 3)}, "clouds has test labels that no training example has: 3"),
-        (
-            {"test_x": torch.full((50, 5), 1e30)},
-            r"clouds has inputs as large as 1e\+30, whose squares overflow",
-        ),
-    ],
-)
-def test_data_that_cannot_be_learned_is_one_line(tmp_path, change, message):
-    data = clouds()
-    parts = {"train_x": data.train_x, "train_y": data.train_y, "test_x": data.test_x, "test_y": data.test_y}
-    wrong = Dataset("clouds", (5,), 4, **{**parts, **change}, highest=1.0)
-    with pytest.raises(PathError, match=message) as caught:
-        train(Run(dataset="clouds"), tmp_path / "out", data=wrong)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """Verdicts on studies whose outcome is known by construction."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from study.files import write_json
 from study.runs import Choice, RunFolder, RunRecord, StepCost, StudyResults, Trial
 from study.tables import (
     describe_claims,
-    explain_demo,
     summarize_study,
     tabulate_choices,
     tabulate_epochs,
@@ -259,13 +256,6 @@ def test_a_note_on_the_data_is_shown(tmp_path):
     (tmp_path / "note.txt").write_text("The digits are upside down.\n")
     tables = summarize_study(StudyResults.load(tmp_path)).split("\n\n")
     assert tables[1].endswith("\nThe digits are upside down.")  # of the data sets
-
-
-def test_only_the_digits_are_explained(tmp_path):
-    digits, mnist = (fake_study(tmp_path / name, datasets=(name,), epochs=2) for name in ("digits", "mnist"))
-    assert summarize_study(digits).endswith("what the network computes.")
-    assert explain_demo(digits).count(". ") == 2  # three sentences
-    assert not explain_demo(mnist)
 
 
 def test_the_edge_of_what_was_tried_is_said():

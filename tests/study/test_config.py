@@ -1,16 +1,12 @@
 """Configurations: what they refuse, and the names of runs, which recorded results depend on."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
 from pathsgd import PathError
-from study.config import Run, Seeds, Study
-from study.files import from_json
-
-SMALL = Run(hidden=(12, 12), epochs=3, step_size=0.1)
+from study.config import Seeds, Study
+from support.short_runs import SMALL
 
 
 def test_a_run_is_named_by_all_its_numbers_depend_on():
@@ -39,9 +35,3 @@ def test_a_study_refuses_what_its_runs_would():
                   {"datasets": ("a=1.npz", "a=2.npz")}, {"seed": 1 << 70}):  # fmt: skip
         with pytest.raises(PathError):
             Study(**wrong)
-
-
-def test_configurations_come_back_from_json():
-    study = Study(hidden=(3,), dropouts=(0.0,))
-    assert from_json(Study, dataclasses.asdict(study), "here") == study
-    assert from_json(Run, {}, "here") == Run()

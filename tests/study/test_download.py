@@ -1,7 +1,5 @@
 """Downloads: checked by their sha256, retried, whole or not there."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import hashlib

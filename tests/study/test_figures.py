@@ -1,7 +1,5 @@
 """Figures, from recorded files that no training wrote."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -60,13 +58,6 @@ def test_a_study_where_nothing_ended_well_is_drawn(tmp_path):
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert [label for label in labels if label] == ["digits\ndropout 0.5", "digits\ndropout 0.2"]
     assert "no step size ended well" in figure.axes[0].texts[0].get_text()
-
-
-def test_many_methods_are_told_apart(tmp_path):
-    results = fake_study(tmp_path, methods=("sgd", "momentum", "adam", "adamw", "path-sgd", "path-adam"))
-    figure = draw_learning(results, "Figure 2", dropout=False, last=5)
-    lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "-"]
-    assert len({line.get_marker() for line in lines}) == len({line.get_color() for line in lines}) == 6
 
 
 def curve(results, name, init, last=12):

@@ -1,7 +1,5 @@
 """Files of runs and studies: whole or not there, and believed only as they were left."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

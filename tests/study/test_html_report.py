@@ -1,7 +1,5 @@
 """The report: everything in one page that needs nothing else."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

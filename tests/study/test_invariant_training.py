@@ -1,7 +1,5 @@
 """Training on real data: scikit-learn's digits, from a balanced and from an unbalanced start."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

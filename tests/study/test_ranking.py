@@ -1,7 +1,5 @@
 """Which method is first, in studies whose outcome is known by construction."""
 
-from __future__ import annotations
-
 import pytest
 
 from study.config import Cell

@@ -1,7 +1,5 @@
 """Data sets: small files in the original formats are read exactly, and bad ones end in one line."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct

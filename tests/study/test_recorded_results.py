@@ -1,7 +1,5 @@
 """The numbers under results/: judged and drawn as they were committed, and found again by their runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

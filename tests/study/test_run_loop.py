@@ -1,15 +1,12 @@
 """Runs: what they record, how they end, and that an interruption changes no number."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
-import torch
 
 from study.methods import METHODS
 from study.runs import RunFolder
-from study.training import Trainer, prepare_data
+from study.training import prepare_data
 from support.short_runs import CPU, SMALL, Killed, train_small
 
 
@@ -29,22 +26,6 @@ def test_an_interrupted_run_ends_with_the_same_bits(training_data, tmp_path, met
     assert found.lines == expected.lines
     whole, cut = (RunFolder(tmp_path / name, config).metrics.read_bytes() for name in ("whole", "cut"))
     assert whole == cut
-
-
-def test_without_the_state_of_the_order_an_interrupted_run_would_differ(training_data, tmp_path, monkeypatch):
-    expected, _ = train_small(SMALL, training_data, tmp_path / "whole")
-    load = Trainer.load_state_dict
-
-    def forgetful(self, state):
-        load(self, {**state, "order": torch.Generator().manual_seed(7).get_state()})
-
-    monkeypatch.setattr(Trainer, "load_state_dict", forgetful)
-    with pytest.raises(Killed):
-        train_small(SMALL, training_data, tmp_path / "cut", kill_at=2)
-    assert RunFolder(tmp_path / "cut", SMALL).load() is not None
-    found, _ = train_small(SMALL, training_data, tmp_path / "cut")
-    assert found.lines[:2] == expected.lines[:2]
-    assert found.lines != expected.lines
 
 
 def test_other_norms_and_batches(digits, tmp_path):

@@ -1,7 +1,5 @@
 """Which step size wins, and which stopped runs are resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The commands as a user meets them: whole studies, interruptions, and errors of one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -85,11 +83,6 @@ def test_a_study_is_trained_once(study, tmp_path, capsys, no_figures):
     printed = capsys.readouterr().out
     assert "final runs: 5 of 5 done before" in printed
     assert "epochs at most" not in printed
-    assert numbers(tmp_path) == numbers(study)
-
-
-def test_lanes_change_nothing(study, tmp_path, no_figures):
-    assert command("reproduce", *TINY, *SOME, "--out", tmp_path, "--lanes", 1) == 0
     assert numbers(tmp_path) == numbers(study)
 
 

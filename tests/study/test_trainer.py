@@ -1,7 +1,5 @@
 """Initial networks, seeds, splits and dropout."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

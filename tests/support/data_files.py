@@ -1,7 +1,5 @@
 """Small files in the data sets' original formats, and what their loading comes to."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 

@@ -1,7 +1,5 @@
 """A finished study made of files alone: no training."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from study.config import Study

@@ -5,8 +5,6 @@ The sweeps are forked from a process that has imported all they need and traced 
 spent in the sweep and not on the way to it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

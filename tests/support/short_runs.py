@@ -1,7 +1,5 @@
 """Short runs on digits, killed in the middle where a test asks for it."""
 
-from __future__ import annotations
-
 import torch
 
 from study.config import Run

@@ -3,8 +3,6 @@
 Each in a process that has imported torch and traced nothing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
