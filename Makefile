@@ -18,7 +18,7 @@ help: ## list the targets
 test: lint types docs unit ## format, lint, types, documentation and every test: before a change is merged
 
 demo: $(STAMP) ## run the paper's whole study in small: two to four minutes, into pathsgd-small/
-	@$(BIN)/pathsgd reproduce
+	@$(BIN)/python -m study reproduce
 
 lint: $(STAMP) ## check formatting and lint
 	@echo "==> ruff format --check"
@@ -63,4 +63,4 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean: ## delete .venv, caches and build outputs
 	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src study tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -14,20 +14,18 @@ from types import ModuleType
 import pytest
 
 import pathsgd
-import pathsgd.paper
 
 API = Path(__file__).resolve().parent.parent / "docs" / "api"
 
 
 def public_names():
-    """Dotted name -> object, for everything that the library and the study export."""
+    """Dotted name -> object, for everything that the library exports."""
     found = {f"pathsgd.{name}": getattr(pathsgd, name) for name in pathsgd.__all__}
     for name, module in list(found.items()):
         if isinstance(module, ModuleType):
             del found[name]
             functions = inspect.getmembers(module, inspect.isfunction)
             found.update({f"{name}.{key}": value for key, value in functions if not key.startswith("_")})
-    found.update({f"pathsgd.paper.{name}": getattr(pathsgd.paper, name) for name in pathsgd.paper.__all__})
     return found
 
 

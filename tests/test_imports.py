@@ -1,6 +1,7 @@
-"""Imports inside the package point one way: graph <- geometry <- optim <- muon <- cli.
+"""Imports inside the package point one way: graph <- training <- geometry, balance <- paths, muon <- cli.
 
-The program (cli) reaches the library by its public names only.
+Of sister rooms none imports the other: paths knows geometry, muon knows balance. The program (cli) and the
+study beside the package reach the library by its public names only.
 """
 
 import ast
@@ -16,22 +17,26 @@ PUBLIC = "the public names"  # what `import pathsgd` and `from pathsgd import tr
 
 # Room -> the rooms it may import from, next to itself. dag is the oracle the rooms are tested
 # against: it knows none of them; geometry alone knows it, to list the paths of a small network.
+BASE = {"errors", "_torch", "sharding"}
 MAY_IMPORT = {
     "errors": set(),
     "_torch": set(),
-    "graph": {"errors", "_torch"},
-    "geometry": {"errors", "_torch", "graph", "dag"},
-    "optim": {"errors", "_torch", "graph", "geometry"},
-    "muon": {"errors", "_torch", "graph", "geometry", "optim"},
+    "sharding": {"errors", "_torch"},
+    "graph": BASE,
+    "training": BASE | {"graph"},
+    "geometry": BASE | {"graph", "training", "dag"},
+    "balance": BASE | {"graph", "training"},
+    "paths": BASE | {"graph", "training", "geometry"},
+    "muon": BASE | {"graph", "training", "balance"},
     "dag": {"errors"},
-    "functional": {"optim"},
-    "__init__": {"errors", "graph", "geometry", "optim", "muon", "dag", "functional"},
+    "functional": {"paths"},
+    "__init__": {"errors", "graph", "geometry", "balance", "paths", "muon", "dag", "functional"},
     "huggingface": {PUBLIC},
-    "paper": {"errors", "functional", PUBLIC},
     "cli": {"errors", PUBLIC},
 }
 ROOM_NAMES = {f"pathsgd.{room}" for room in MAY_IMPORT}
-TOOLS = {"paper"}
+MAY_IMPORT["study"] = {"functional", PUBLIC}
+TOOLS = {"study"}
 ALLOWED = {"torch", "pathsgd_entry_point", *sys.stdlib_module_names}
 
 
@@ -63,22 +68,27 @@ def lazy_statements(tree: ast.Module) -> set[ast.AST]:
 def wrong_imports(src: Path) -> list[str]:
     """One line for each import under ``src/pathsgd`` that points where it must not."""
     found = []
-    for path in sorted((src / "pathsgd").rglob("*.py")):
-        file = path.relative_to(src)
-        room = path.relative_to(src / "pathsgd").with_suffix("").parts[0]
+    study = src / "study" if (src / "study").exists() else src.parent / "study"
+    for path in sorted([*(src / "pathsgd").rglob("*.py"), *study.rglob("*.py")]):
+        file = path.relative_to(src if path.is_relative_to(src) else src.parent)
+        room = "study" if file.parts[0] == "study" else file.with_suffix("").parts[1]
         if room not in MAY_IMPORT:
             found.append(f"{file}: belongs to no room; give {room!r} a line in MAY_IMPORT")
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), str(file))
         lazy = lazy_statements(tree)
-        needs_triton = "gpu" in file.parts
+        needs_triton = "gpu" in file.parts or file.name == "kernels.py"
         for node, name in imported_names(tree, list(file.parts[:-1])):
             where = f"{file}:{node.lineno}: {'.'.join(name)}"
-            if name[0] == "pathsgd":
+            if name[0] == "study" and room != "study":
+                found.append(f"{where}: {room} may not import study")
+            elif name[0] == "study":
+                continue
+            elif name[0] == "pathsgd":
                 target = name[1] if len(name) > 1 and name[1] in MAY_IMPORT else PUBLIC
                 if target != room and target not in MAY_IMPORT[room]:
                     found.append(f"{where}: {room} may not import {target}")
-                if "gpu" in name and not needs_triton and node not in lazy:
+                if {"gpu", "kernels"} & set(name) and not needs_triton and node not in lazy:
                     found.append(f"{where}: what needs triton is imported lazily, inside a function")
             elif name[0] == "triton" and needs_triton:
                 continue
@@ -103,31 +113,35 @@ def write_module(src: Path, file: str, source: str) -> None:
     [
         ("graph/trace.py", "from pathsgd.geometry import norms", "graph may not import geometry"),
         ("graph/trace.py", "from pathsgd.geometry.norms import phi", "graph may not import geometry"),
-        ("graph/trace.py", "import pathsgd.optim.path_sgd", "graph may not import optim"),
+        ("graph/trace.py", "import pathsgd.paths.path_sgd", "graph may not import paths"),
         ("graph/trace.py", "from ..geometry import norms", "graph may not import geometry"),
         ("graph/trace.py", "from .. import geometry", "graph may not import geometry"),
         ("graph/__init__.py", "from ..geometry import norms", "graph may not import geometry"),
-        ("graph/deep/er.py", "from ...optim import PathSGD", "graph may not import optim"),
+        ("graph/deep/er.py", "from ...paths import PathSGD", "graph may not import paths"),
         ("graph/trace.py", "def f():\n    from pathsgd import geometry", "graph may not import"),
         ("graph/trace.py", "from pathsgd import trace", "graph may not import the public names"),
         ("graph/trace.py", "import pathsgd", "graph may not import the public names"),
         ("graph/trace.py", "from pathsgd.dag import Dag", "graph may not import dag"),
         ("geometry/norms.py", "from pathsgd.cli import timing", "geometry may not import cli"),
+        ("geometry/norms.py", "from pathsgd.balance import rescale", "geometry may not import balance"),
+        ("balance/rescale.py", "from pathsgd.geometry import gamma", "balance may not import geometry"),
+        ("muon/round.py", "from pathsgd.paths import path_sgd", "muon may not import paths"),
+        ("paths/path_sgd.py", "from pathsgd.muon import round", "paths may not import muon"),
         ("cli/inspect.py", "from pathsgd.graph.trace import trace", "cli may not import graph"),
-        ("cli/inspect.py", "from pathsgd.paper import config", "cli may not import paper"),
+        ("cli/inspect.py", "from study.config import Run", "cli may not import study"),
         ("cli/bench.py", "import tyro", "only tools may import more than torch"),
-        ("paper/sweep.py", "from pathsgd import dag", "paper may not import dag"),
-        ("paper/sweep.py", "def f():\n    pathsgd.geometry.norms.phi()", "paper may not import geometry"),
-        ("paper/sweep.py", "from pathsgd import cli", "paper may not import cli"),
-        ("cli/bench.py", "from pathsgd.optim import PathSGD", "cli may not import optim"),
+        ("cli/bench.py", "from pathsgd.paths import PathSGD", "cli may not import paths"),
+        ("../study/sweep.py", "from pathsgd import dag", "study may not import dag"),
+        ("../study/sweep.py", "def f():\n    pathsgd.geometry.norms.phi()", "study may not import geometry"),
+        ("../study/sweep.py", "from pathsgd import cli", "study may not import cli"),
         ("dag.py", "from .geometry import norms", "dag may not import geometry"),
         ("errors.py", "import pathsgd.graph", "errors may not import graph"),
         ("_torch.py", "from .errors import PathError", "_torch may not import errors"),
-        ("__init__.py", "from .paper import cli", "__init__ may not import paper"),
+        ("__init__.py", "import study", "__init__ may not import study"),
         ("graph/trace.py", "import numpy as np", "only tools may import more than torch"),
-        ("optim/path_sgd.py", "def f():\n    import triton", "only tools may import more than"),
-        ("optim/fused/sgd.py", "import triton.language as tl", "only tools may import more than"),
-        ("optim/fused/sgd.py", "from pathsgd.optim.fused.gpu.code import f", "is imported lazily"),
+        ("paths/path_sgd.py", "def f():\n    import triton", "only tools may import more than"),
+        ("muon/sgd.py", "import triton.language as tl", "only tools may import more than"),
+        ("muon/sgd.py", "from pathsgd.muon.gpu.code import f", "is imported lazily"),
         ("helpers.py", "", "belongs to no room"),
     ],
 )
@@ -140,15 +154,15 @@ def test_a_wrong_import_is_found(tmp_path, file, source, complaint):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("__init__.py", "from .dag import Dag\nfrom pathsgd.optim import PathSGD as PathSGD"),
+        ("__init__.py", "from .dag import Dag\nfrom pathsgd.paths import PathSGD as PathSGD"),
         ("dag.py", "import torch\nfrom pathsgd.errors import PathError"),
         ("graph/trace.py", "from __future__ import annotations\nimport torch.fx\nfrom . import rules"),
         ("graph/trace.py", "from ..errors import PathError\nfrom .._torch import tree_map"),
         ("geometry/norms.py", "from pathsgd import errors, graph\nfrom .gamma import gammas"),
-        ("optim/path_sgd.py", "from pathsgd.geometry import gamma\nfrom ..graph import trace"),
-        ("optim/fused/gpu/code.py", "import triton.language as tl"),
-        ("optim/fused/sgd.py", "def f():\n    from pathsgd.optim.fused.gpu import code\n    return code"),
-        ("paper/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
+        ("paths/path_sgd.py", "from pathsgd.geometry import gamma\nfrom ..graph import trace"),
+        ("muon/gpu/code.py", "import triton.language as tl"),
+        ("muon/sgd.py", "def f():\n    from pathsgd.muon.gpu import code\n    return code"),
+        ("../study/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
         ("cli/inspect.py", "import pathsgd\nfrom pathsgd.cli.timing import LR\npathsgd.balance(model)"),
         ("cli/__init__.py", "from pathsgd_entry_point import COMMANDS\nfrom pathsgd.errors import PathError"),
     ],

@@ -1,6 +1,6 @@
 """Draws docs/figures/figure1c.svg, panel (c) of the paper's Figure 1, from computed steps.
 
-Run it from anywhere: python docs/figures/draw_figure1c.py
+Run it from the root of the repository: PYTHONPATH=. python docs/figures/draw_figure1c.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from pathsgd.paper.figures.network_diagram import draw_example
-from pathsgd.paper.figures.one_step_examples import poor_updates
+from study.figures import draw_example, poor_updates
 
 
 def draw(path: Path) -> None:

@@ -1,7 +1,5 @@
 """Small files in the data sets' original formats, and what their loading comes to."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 
@@ -10,9 +8,9 @@ import pytest
 import scipy.io
 import torch
 
-from pathsgd.errors import PathError
-from pathsgd.paper.data.dataset import Dataset
-from pathsgd.paper.data.load import load
+from pathsgd import PathError
+from study.data import Dataset
+from study.sources import load
 
 RNG = np.random.default_rng(0)
 

@@ -1,14 +1,11 @@
 """A finished study made of files alone: no training."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from pathsgd.paper.config import Study
-from pathsgd.paper.optimizers import find_method
-from pathsgd.paper.records.json_files import write_json
-from pathsgd.paper.records.run_folder import RunFolder
-from pathsgd.paper.records.study_results import Choice, DataInfo, StudyResults, Trial
+from study.config import Study
+from study.files import write_json
+from study.methods import find_method
+from study.runs import Choice, DataInfo, RunFolder, StudyResults, Trial
 
 SPEED = {"sgd": 0.8, "adagrad": 0.6, "path-sgd": 1.2}
 
@@ -54,5 +51,5 @@ def fake_study(out, diverged=None, unchosen=(), **options):
     write_json(out / "study.json", dataclasses.asdict(study))
     write_json(out / "data.json", dict.fromkeys(study.datasets, dataclasses.asdict(info)))
     write_json(out / "manifest.json", [manifest])
-    write_json(out / "choices.json", [choice.to_json() for choice in choices])
+    write_json(out / "choices.json", [dataclasses.asdict(choice) for choice in choices])
     return StudyResults.load(out)

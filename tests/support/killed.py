@@ -5,8 +5,6 @@ The sweeps are forked from a process that has imported all they need and traced 
 spent in the sweep and not on the way to it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import random
@@ -17,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from pathsgd import cli
-from pathsgd.paper.data.load import load
-from pathsgd.paper.training.initial_network import _trace
-from pathsgd_entry_point import COMMANDS
+from study.__main__ import main as study
+from study.sources import load
+from study.training import trace_network
 
 SWEEP = [
     "sweep", "--methods", "sgd", "path-momentum", "--inits", "unbalanced", "--dropouts", "0.5", "0",
@@ -32,7 +29,7 @@ SWEEP = [
 def start(out: Path) -> int:
     child = os.fork()
     if child == 0:
-        os._exit(cli.main([*SWEEP, "--out", str(out)]))
+        os._exit(study([*SWEEP, "--out", str(out)]))
     return child
 
 
@@ -43,9 +40,9 @@ def finish(out: Path) -> None:
 
 def main(folder: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
-    importlib.import_module(COMMANDS["sweep"][0])
+    importlib.import_module("study.commands")
     load("digits")  # imports scikit-learn
-    _trace("mlp", (1, 8, 8), (24, 24), 10)
+    trace_network(64, 24, 24, 10)
     begun = time.monotonic()
     finish(folder / "whole")
     whole = time.monotonic() - begun

@@ -3,20 +3,18 @@
 Each in a process that has imported torch and traced nothing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 
-from pathsgd import cli
+from study.__main__ import main as study
 
 
 def main(folder: Path, command: list[str]) -> None:
     for lanes in ("1", "4"):
         child = os.fork()
         if child == 0:
-            os._exit(cli.main([*command, "--lanes", lanes, "--out", str(folder / lanes)]))
+            os._exit(study([*command, "--lanes", lanes, "--out", str(folder / lanes)]))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
 

@@ -1,1 +1,0 @@
-"""The data sets of the paper's experiments, read from their original files: ``pathsgd data``."""

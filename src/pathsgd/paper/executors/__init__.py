@@ -1,1 +1,0 @@
-"""What trains the runs of a study: threads of this process, or tasks on a Ray cluster."""

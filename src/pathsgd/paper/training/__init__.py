@@ -1,1 +1,0 @@
-"""Training one network, in a form that can be saved and resumed."""
