@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(graph, end="\n\n", flush=True)
     measured = imbalance(model, graph, options.p, math.inf)
     regions = range(len(graph.parameter_regions()))
-    log_phi = {k: float(path_norm(model, graph, options.p, log=True, region=k)) for k in regions}
+    log_phi = {k: path_norm(model, graph, options.p, log=True, region=k).item() for k in regions}
     if options.json:
         shapes = [{"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in inputs]
         report = {"target": options.target, "inputs": shapes, **to_json(graph, measured, log_phi)}

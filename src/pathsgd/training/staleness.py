@@ -38,7 +38,7 @@ class ModelTensors:
         self._held: list[list[object]] = []
         self._graph: PathGraph | None = None
         self._tensors: Tensors = {}
-        self._buffers: list[tuple[str, dict[str, Any], str]] = []
+        self._buffer_places: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self, graph: PathGraph) -> Tensors:
         """The tensors that a graph names, as they are now.
@@ -49,14 +49,14 @@ class ModelTensors:
         """
         if graph is self._graph and not is_compiling() and self.is_same_structure():
             graph.check(self._tensors)
-            return {**self._tensors, **{name: own[key] for name, own, key in self._buffers}}
+            return {**self._tensors, **{name: own[key] for name, own, key in self._buffer_places}}
         tensors = graph.tensors(self.model, sharded=True)
         if not is_compiling():
             self.check_identity()
             self.remember_structure()
             self._graph = graph
             self._tensors = {name: tensors[name] for name in graph.parameters}
-            self._buffers = [
+            self._buffer_places = [
                 (
                     name,
                     module_dicts(self.model.get_submodule(name.rpartition(".")[0]))[2],
