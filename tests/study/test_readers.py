@@ -268,4 +268,4 @@ def test_the_command(mnist, tmp_path, capsys):
     assert printed.err.count("\n") == 1
     with pytest.raises(SystemExit):
         main(["data", "--help"])
-    assert "Local copies are found" in capsys.readouterr().out
+    assert "NAME=FILE.npz is your own" in capsys.readouterr().out
