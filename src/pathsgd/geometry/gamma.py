@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pathsgd.errors import check_p
 from pathsgd.geometry.operations.contraction import add_outer_products
-from pathsgd.geometry.passes import PoweredNetwork, check_range
+from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, scale_by_power
 from pathsgd.geometry.sharded import gather_vectors, take_held_ends
 from pathsgd.geometry.weight_adjoint import adjoin_use, find_ends
@@ -173,6 +173,7 @@ class Gammas(Mapping[str, Gamma]):
 
     Args:
         gammas: by the names of the parameters.
+        centered: whether fp64 alone was not enough, so that exponents were needed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -180,8 +181,9 @@ class Gammas(Mapping[str, Gamma]):
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
-    def __init__(self, gammas: dict[str, Gamma]) -> None:
+    def __init__(self, gammas: dict[str, Gamma], centered: bool) -> None:
         self._gammas = gammas
+        self.centered = centered
 
     def __getitem__(self, name: str) -> Gamma:
         return self._gammas[name]
@@ -226,19 +228,31 @@ def gammas(model: nn.Module, example_input: Example | PathGraph | None = None, p
 
 
 @torch.no_grad()
-def measure_gammas(graph: PathGraph, tensors: Tensors, p: float = 2, *, check: bool = True) -> Gammas:
-    """gamma of every parameter of a traced model, of what this rank holds if it is sharded; ``check`` looks
-    at values, for which the host waits for a GPU."""
+def measure_gammas(
+    graph: PathGraph, tensors: Tensors, p: float = 2, *, centered: bool | None = None
+) -> Gammas:
+    """gamma of every parameter of a traced model, of what this rank holds if it is sharded.
+
+    Args:
+        graph: of the model.
+        tensors: of the model, by name.
+        p: the order of the norm.
+        centered: whether numbers have exponents. By default fp64 alone is tried first; then all of them are
+            looked at, for which the host waits for a GPU.
+    """
     check_p(p)
     kept = gather_vectors(graph, tensors)
-    network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks=check)
+    looks = centered is None
+    network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p), bool(centered)), looks)
     found = measure(network)
-    if check and not any_sharded(kept.values()):
-        check_range(network, network.find_multiplied(), backward=True)
+    if looks and not is_in_range(network):
+        network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks)
+        found = measure(network)
+        if not any_sharded(kept.values()):
+            check_range(network, network.find_multiplied(), backward=True)
     whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
-    return Gammas(
-        {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()}
-    )
+    parts = {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()}
+    return Gammas(parts, network.arithmetic.centered)
 
 
 def measure(network: PoweredNetwork) -> dict[str, Gamma]:

@@ -17,7 +17,7 @@ from pathsgd.errors import PathError
 from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.graph.edge_weights import Tensors, signed_weights
-from pathsgd.graph.nodes import Add, Begin, Cat, Conv, Linear, Multiply, Source, Square, Weighted
+from pathsgd.graph.nodes import Add, Begin, Cat, Conv, Linear, Multiply, Square, Weighted
 from pathsgd.graph.path_graph import PathGraph
 
 Values = dict[int, Scaled]
@@ -26,8 +26,8 @@ TRUSTED = 2.0**500
 """Mantissas, which are centered at 1, between its inverse and it are trusted: so are their products."""
 
 
-COMPUTED = (Source, Linear, Conv, Multiply, Add, Square, Cat)
-"""Operations after which numbers may lie farther apart; others move numbers only."""
+COMPUTED = (Linear, Conv, Multiply, Add, Square, Cat)
+"""Operations after which numbers may lie farther apart; others move numbers, or are zero where a bias is."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class PoweredNetwork:
     tensors: Tensors
     arithmetic: Arithmetic
     looks: bool = False
-    """Whether the range of all numbers is recorded, for :func:`check_range`."""
+    """Whether the range of all numbers is recorded, for :func:`is_in_range` and :func:`check_range`."""
     seen: list[Tensor] = field(default_factory=list)
-    """Of every node that was computed, the least positive number, the largest, and the number of zeros."""
+    """Of every node that was computed, the least and the largest number; of centered ones the least positive
+    number, the largest, and the number of zeros."""
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -123,8 +124,19 @@ class PoweredNetwork:
     def _look(self, k: int, x: Scaled) -> None:
         if self.looks and isinstance(self.graph.nodes[k].operation, COMPUTED) and x.mantissa.numel():
             m = x.mantissa.detach()
+            if not self.arithmetic.centered:
+                self.seen.append(torch.stack(m.aminmax()))
+                return
             least = torch.where(m > 0, m, torch.inf).amin()
             self.seen.append(torch.stack([least, m.amax(), (m == 0).sum().double()]))
+
+
+def is_in_range(network: PoweredNetwork) -> bool:
+    """Whether fp64 alone was enough for a network that is not centered, and nothing is zero."""
+    if not network.seen:
+        return True
+    least, largest = torch.stack(network.seen).T.tolist()
+    return all(x >= 1 / TRUSTED for x in least) and all(x <= TRUSTED for x in largest)  # nan is not
 
 
 def find_reachable(network: PoweredNetwork) -> PoweredNetwork:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.errors import PathError, check_p
-from pathsgd.geometry.passes import PoweredNetwork, check_range
+from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
 from pathsgd.geometry.scaled import Arithmetic, Scaled, scale_by_power
 from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph
@@ -77,11 +77,11 @@ def path_norm(
     ends = _choose_ends(graph, region)
     if per_output and region is None:
         ends = list(graph.outputs)
-    arithmetic = Arithmetic(float(p))
+    places = [graph.folded.whole[k] for k in ends]
 
-    def measure() -> tuple[list[Tensor], PoweredNetwork]:
+    def measure(centered: bool = False) -> tuple[list[Tensor], PoweredNetwork]:
+        arithmetic = Arithmetic(float(p), centered)
         network = PoweredNetwork(graph.folded.graph, tensors, arithmetic, looks=True)
-        places = [graph.folded.whole[k] for k in ends]
         gamma_in = network.forward(places)
         values = [gamma_in[k] for k in places]
         if not per_output:
@@ -89,7 +89,9 @@ def path_norm(
         return [_take_root(arithmetic, value, log) for value in values], network
 
     found, network = replay_calls(graph, tensors, (float(p), tuple(ends), per_output, log), measure)
-    check_range(network, [graph.folded.whole[k] for k in ends], backward=False)
+    if not is_in_range(network):
+        found, network = measure(centered=True)
+        check_range(network, places, backward=False)
     dtype = find_dtype(tensors)
     found = found if log else [value.to(dtype) for value in found]
     return found if per_output else found[0]

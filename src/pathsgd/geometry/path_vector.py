@@ -64,7 +64,7 @@ def path_vector(
     }
 
 
-SIGNED = Arithmetic(1.0, as_given=True)
+SIGNED = Arithmetic(1.0, centered=False, as_given=True)
 """Sums of the network itself: weights keep their sign."""
 
 

@@ -36,6 +36,13 @@ class Scaled(NamedTuple):
     exponent: Tensor
 
 
+@functools.cache
+def make_zero(device: torch.device) -> Tensor:
+    """The exponent 0; kept, since a CUDA graph may read it."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+
 def scale_by_power(x: Tensor, n: Tensor) -> Tensor:
     """``x * 2^n`` exactly, in two halves because 2^n alone may be out of range where the product is not."""
     half = (n / 2).floor()
@@ -50,6 +57,9 @@ class Arithmetic:
     """
 
     p: float
+    centered: bool = True
+    """Whether numbers are kept around 1 by exponents. Without, which takes a fraction of the calls of torch,
+    all exponents are 0: fp64 alone holds the path weights of most networks."""
     as_given: bool = False
     """Weights enter as they are, signed."""
 
@@ -101,7 +111,7 @@ class Arithmetic:
 
     def center(self, x: Scaled) -> Scaled:
         """The same numbers with mantissas around 1: the largest is as far from it as the least."""
-        if self.as_given or not x.mantissa.numel():
+        if not self.centered or not x.mantissa.numel():
             return x
         m = x.mantissa.detach()
         n = (_find_middle(m) / self.order).round()
@@ -110,6 +120,8 @@ class Arithmetic:
 
     def align(self, values: Sequence[Scaled]) -> tuple[list[Tensor], Tensor]:
         """Mantissas of several values with one exponent: the largest."""
+        if not self.centered:
+            return [value.mantissa for value in values], values[0].exponent
         highest = functools.reduce(torch.maximum, [value.exponent for value in values])
         return [self.shift(v.mantissa, v.exponent - highest) for v in values], highest
 
@@ -144,7 +156,7 @@ class Arithmetic:
         return self.center(Scaled(torch.cat(parts, dim), exponent))
 
     def multiply(self, x: Scaled, y: Scaled) -> Scaled:
-        exponent = (x.exponent + y.exponent).clamp(min=DEAD)
+        exponent = (x.exponent + y.exponent).clamp(min=DEAD) if self.centered else x.exponent
         return self.center(Scaled(x.mantissa * y.mantissa, exponent))
 
     def sum_to(self, x: Scaled, shape: Sequence[int]) -> Scaled:
@@ -157,7 +169,7 @@ class Arithmetic:
 
     def ones(self, shape: Sequence[int], device: torch.device) -> Scaled:
         one = torch.ones((1,) * len(shape), dtype=torch.float64, device=device)
-        return Scaled(one.expand(tuple(shape)), torch.zeros((), dtype=torch.float64, device=device))
+        return Scaled(one.expand(tuple(shape)), make_zero(device))
 
     def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
@@ -167,9 +179,9 @@ class Arithmetic:
 
     def divide_by_middle(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Weights whose powers are within fp64, and the exponent they were divided by."""
-        exponent = torch.zeros((), dtype=torch.float64, device=w.device)
-        if not w.numel() or self.as_given or (w.dtype != torch.float64 and self.order <= MAX_PLAIN_P):
-            return w, exponent
+        plain = w.dtype != torch.float64 and self.order <= MAX_PLAIN_P
+        if plain or not self.centered or not w.numel():
+            return w, make_zero(w.device)
         exponent = _find_middle(w.detach().abs().double())
         return scale_by_power(w.double(), -exponent), exponent
 

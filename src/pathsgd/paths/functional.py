@@ -124,7 +124,9 @@ def gammas(graph: PathGraph, params: Named, buffers: Named | None = None, p: flo
     graph.check(params)
     tensors = {**params, **(buffers or {})}
     try:
-        return measure_gammas(graph, tensors, p, check=not is_capturing() and not is_transforming())
+        return measure_gammas(
+            graph, tensors, p, centered=True if is_capturing() or is_transforming() else None
+        )
     except KeyError as missing:
         raise PathError(
             f"the model's buffer {missing} is needed: pass buffers=dict(model.named_buffers())"

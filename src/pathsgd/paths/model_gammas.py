@@ -27,6 +27,8 @@ class ModelGammas:
         self.lazy_graph = lazy_graph
         self.tensors = ModelTensors(lazy_graph.model)
         self._count = 0
+        self._centered: dict[float, bool] = {}
+        """By p, whether numbers needed exponents when they were last looked at."""
         self._kept: dict[float, tuple[list[Version], Gammas]] = {}
         """What was measured to clip gradients by, for the step after it."""
 
@@ -41,9 +43,13 @@ class ModelGammas:
         kept = None if is_capturing() else self._kept.pop(p, None)
         if kept is not None and kept[0] == find_versions(tensors):
             return kept[1]
-        check = not is_capturing() and self._count % CHECK_EVERY == 0
-        found = measure_gammas(self.graph, tensors, p, check=check)
-        self._count += not is_capturing()
+        looks = not is_capturing() and self._count % CHECK_EVERY == 0
+        found = measure_gammas(
+            self.graph, tensors, p, centered=None if looks else self._centered.get(p, True)
+        )
+        if not is_capturing():
+            self._count += 1
+            self._centered[p] = found.centered
         if keep and not is_capturing():
             self._kept[p] = find_versions(tensors), found
         return found
