@@ -19,15 +19,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+from pathsgd import BalancedMuon, PathNormalized, PathSGD
 
 OPTIMIZERS = {
-    "PathMuon": lambda m, g: PathMuon(m, g, lr=0.02, weight_decay=0.1),
-    "PathAdam": lambda m, g: PathAdam(m, g, lr=0.02, weight_decay=0.1),
-    "PathSGD, relative": lambda m, g: PathSGD(m, g, lr=0.02, momentum=0.9, relative=True),
+    "BalancedMuon": lambda m, g: BalancedMuon(m, g, weight_decay=0.1),
     "PathSGD": lambda m, g: PathSGD(m, g, lr=1e-3, momentum=0.9, weight_decay=0.1),
-    "PathSGD, p=1": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.9, nesterov=True, p=1, refresh_every=2),
-    "PathNormalized": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3, weight_decay=0.1),
+    "PathSGD, p=1": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.9, nesterov=True, p=1),
+    "AdamW on paths": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3, weight_decay=0.1),
+    "Adagrad on paths": lambda m, g: PathNormalized(torch.optim.Adagrad, m, g, lr=1e-3),
     "SGD": lambda m, g: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
     "AdamW": lambda m, g: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
 }
@@ -53,16 +52,6 @@ class Convolutional(nn.Sequential):
             nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.ReLU(),
             nn.Flatten(), nn.Linear(16, 5),
         )  # fmt: skip
-
-
-class Deep(nn.Sequential):
-    """So many layers that norms take a part of the step."""
-
-    example = (4, 5)
-
-    def __init__(self):
-        layers = [layer for _ in range(12) for layer in (nn.Linear(5, 5), nn.LayerNorm(5), nn.GELU())]
-        super().__init__(*layers, nn.Linear(5, 3))
 
 
 class Feedforward(nn.Module):
@@ -178,7 +167,7 @@ def step_on(model, optimizer, kind, step, ranks, dtype=torch.float64):
         model.load_state_dict(buffers, strict=False)
         losses.append(loss_of(model, kind, step, rank, dtype))
         (losses[-1] / len(ranks)).backward()
-    if step % 2 and not getattr(optimizer, "relative", True):
+    if step % 2 and isinstance(optimizer, (PathSGD, PathNormalized)):
         pathsgd.clip_path_grad_norm_(optimizer, 1e-3)
     optimizer.step()
     return torch.stack(losses).detach()
