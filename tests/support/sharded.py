@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import BalancedMuon, PathNormalized, PathSGD
+from pathsgd.balance.rescale import apply_factors
+from pathsgd.graph.unit_classes import unit_classes_of
 
 OPTIMIZERS = {
     "BalancedMuon": lambda m, g: BalancedMuon(m, g, weight_decay=0.1),
@@ -133,6 +135,16 @@ def parallelize(model, mesh):
 def make(kind, dtype=torch.float64):
     torch.manual_seed(0)
     return kind().double().to(dtype)
+
+
+def make_rescaled(kind, exponent, powers_of_two=False, dtype=torch.float64):
+    """Every unit times 2 to the power of up to +-exponent."""
+    model, units = make(kind, dtype), unit_classes_of(traced(kind))
+    drawn = torch.rand(units.count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = exponent * (2 * drawn - 1)
+    factors = torch.exp2(drawn.round() if powers_of_two else drawn)
+    apply_factors(traced(kind).tensors(model), units, factors)
+    return model
 
 
 @functools.cache
