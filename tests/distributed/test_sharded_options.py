@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from pathsgd import PathAdam
-from pathsgd.optim import path_normalized
 from support.ranks import run_on_ranks
 from support.sharded import OPTIMIZERS, Mlp, loss_of, make, traced, train, whole_parameters
 
 FP32, BF16 = torch.float32, torch.bfloat16
-OPTIMIZERS_HERE = ("PathMuon", "PathAdam", "PathSGD")
+OPTIMIZERS_HERE = ("BalancedMuon", "PathSGD", "AdamW on paths")
 STEPS = 5
 
 
@@ -94,25 +92,6 @@ def test_parameters_in_bf16():
         for found in ranks:
             for a, b in zip(found[name], expected, strict=True):
                 assert (a - b).abs().max() <= 2**-8 * b.abs().max(), name
-
-
-# How tensors are gone through
-
-
-def step_as_on_a_gpu():
-    """Where torch takes all tensors together, unless they are DTensors."""
-    path_normalized.defaults_to_foreach = lambda tensors, _: all(type(t) is torch.Tensor for t in tensors)
-    model = fully_shard(make(Mlp, torch.float64))
-    given = {}, {"foreach": False}, {"fused": True}, {"lr": torch.tensor(0.1)}
-    chosen = [PathAdam(model, traced(Mlp), **own).param_groups[0]["foreach"] is True for own in given]
-    return [train_with("PathAdam"), chosen]
-
-
-def test_adam_takes_all_tensors_together_where_torch_does():
-    expected = train(make(Mlp, torch.float64), Mlp, "PathAdam", range(2), 2, torch.float64)[1]
-    for weights, chosen in run_on_ranks(step_as_on_a_gpu, 2):
-        assert chosen == [True, False, False, False]
-        assert gap(weights, expected) <= 1e-12
 
 
 # Places
