@@ -12,9 +12,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pathsgd
 from pathsgd import BalancedMuon, PathError
-from pathsgd.geometry import class_edges
-from pathsgd.muon.upkeep import EVERY
+from pathsgd.balance import class_edges
+from pathsgd.muon.round import EVERY
 from support import networks
 from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
@@ -35,6 +33,7 @@ from support.sharded import (
     batch,
     loss_of,
     make,
+    make_rescaled,
     parallelize,
     shard,
     step_on,
@@ -44,6 +43,8 @@ from support.sharded import (
 
 STEPS = EVERY + 2
 FP64 = torch.float64
+BITS = 12
+"""Models that are not balanced have units rescaled by up to 2 to this power."""
 
 
 class Narrow(nn.Sequential):
@@ -58,15 +59,6 @@ class Narrow(nn.Sequential):
 def prepare():
     for kind in (Mlp, Narrow, Convolutional, Feedforward, Decoder, networks.UNet, networks.Transformer):
         traced(kind)
-
-
-def make_unbalanced(kind, powers_of_two=False, dtype=FP64):
-    model = make(kind, dtype)
-    generator = torch.Generator().manual_seed(1)
-    pathsgd.unbalance(
-        model, traced(kind), units=40, sigma=2.0, powers_of_two=powers_of_two, generator=generator
-    )
-    return model
 
 
 def spread(model, way):
@@ -109,7 +101,7 @@ BALANCED = [
 
 def compare_balances(kind, way, p, q):
     """(relative gaps of weights, of mu and of outputs; the weights)."""
-    whole, x = make_unbalanced(kind), batch(kind, 0, 0, FP64)[0]
+    whole, x = make_rescaled(kind, BITS), batch(kind, 0, 0, FP64)[0]
     model = spread(copy.deepcopy(whole), way)
     with torch.no_grad():
         before = whole(x)
@@ -127,7 +119,7 @@ def compare_balances(kind, way, p, q):
 
 def make_partly_dead():
     """Zeros into a unit, out of another, and all of the last layer: what is left is brought to a norm."""
-    model = make_unbalanced(Mlp)
+    model = make_rescaled(Mlp, BITS)
     with torch.no_grad():
         for rows in (model[0].weight[1], model[0].bias[1:2], model[2].weight[:, 3], *model[4].parameters()):
             rows.zero_()
@@ -149,7 +141,7 @@ def balance_what_is_dead():
 
 def balance_in_bf16():
     """By powers of two alone: to the last bit."""
-    whole = make_unbalanced(Mlp, dtype=torch.bfloat16)
+    whole = make_rescaled(Mlp, BITS, dtype=torch.bfloat16)
     start = whole_parameters(whole)
     model = fully_shard(copy.deepcopy(whole))
     for own in (whole, model):
@@ -175,7 +167,7 @@ def balance_everything():
     listed, few = class_edges.SMALL, [case for case in BALANCED if case[1] in ("by columns", "both")]
     class_edges.SMALL = 0
     balanced, dead = [compare_balances(*case) for case in BALANCED], balance_what_is_dead()
-    example = fully_shard(make_unbalanced(Mlp))
+    example = fully_shard(make_rescaled(Mlp, BITS))
     pathsgd.balance(example, batch(Mlp, 0, 0, FP64)[0])  # traced as it is
     class_edges.SMALL = listed
     return {
@@ -228,14 +220,14 @@ def train_sharded(kind, way):
     found = train_from(spread(make(kind), way), kind, traced(kind))
     # Some are traced from the first batch, when there are gradients already.
     example = () if kind in (Convolutional, Feedforward) else (traced(kind),)
-    rescaled = train_from(spread(make_unbalanced(kind), way), kind, *example)
+    rescaled = train_from(spread(make_rescaled(kind, BITS), way), kind, *example)
     expected = train_from(make(kind), kind, traced(kind))
     return {"whole": gap(found, expected, 1.0), "unbalanced": gap(rescaled, found, 1.0)}, found
 
 
 def train_from_powers_of_two():
     """To the last bit."""
-    starts = make(Mlp), make_unbalanced(Mlp, powers_of_two=True)
+    starts = make(Mlp), make_rescaled(Mlp, BITS, powers_of_two=True)
     return are_equal(*(train_from(fully_shard(model), Mlp, traced(Mlp)) for model in starts))
 
 
@@ -320,16 +312,16 @@ def train_copies():
     own = range(rank, rank + 1)
     with counted_numbers() as sent:
         for kind in (Mlp, Convolutional):
-            ddp = DistributedDataParallel(model := make_unbalanced(kind))
+            ddp = DistributedDataParallel(model := make_rescaled(kind, BITS))
             train(ddp, BalancedMuon(ddp, traced(kind)), kind, range(STEPS), own)
             found["wrapped before", kind.__name__] = whole_parameters(model)
             # Weights of its own, until DDP sends those of rank 0.
             torch.manual_seed(rank)
-            model = kind().double() if rank else make_unbalanced(kind)
+            model = kind().double() if rank else make_rescaled(kind, BITS)
             optimizer = BalancedMuon(model, traced(kind))
             train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
             found["wrapped later", kind.__name__] = whole_parameters(model)
-            model = make_unbalanced(kind)
+            model = make_rescaled(kind, BITS)
             optimizer = BalancedMuon(model)  # traced from the first batch
             train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
             found["traced later", kind.__name__] = whole_parameters(model)
@@ -371,7 +363,7 @@ def test_copies_stay_equal_and_are_what_one_process_trains():
     ranks = run_on_ranks(train_all_copies, 2)
     expected = {}
     for kind in (Mlp, Convolutional):
-        model = make_unbalanced(kind)
+        model = make_rescaled(kind, BITS)
         optimizer = BalancedMuon(model, traced(kind))
         expected[kind.__name__] = train(model, optimizer, kind, range(STEPS), range(2))
     uneven = train_with_uneven_inputs_in_one_process()
@@ -382,88 +374,3 @@ def test_copies_stay_equal_and_are_what_one_process_trains():
             assert gap(own, expected[case[1]], 1.0) <= 1e-9, case
         assert are_equal(joined, ranks[0][2])
         assert gap(joined, uneven, 1.0) <= 1e-9
-
-
-# Checkpoints
-
-SAVED_AFTER = 7
-
-
-def states(model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def train_and_save(folder, distribute=fully_shard):
-    model = distribute(make_unbalanced(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    train(model, optimizer, Mlp, range(SAVED_AFTER))
-    dcp.save(states(model, optimizer), checkpoint_id=folder)
-    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-
-
-def load_and_train(folder, distribute=fully_shard):
-    """Into a model that had other weights."""
-    model = distribute(make(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    before = whole_parameters(model)
-    state = states(model, optimizer)  # takes a step without gradients, to see what state there is
-    assert are_equal(before, whole_parameters(model))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-
-
-def resume_in_any_order(distribute):
-    """Whether it goes on to the last bit, by the order in which all is made and loaded."""
-    model = distribute(make_unbalanced(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    train(model, optimizer, Mlp, range(SAVED_AFTER))
-    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    end = train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-    found = {}
-    for order in (
-        ("weights", "optimizer", "state"), ("optimizer", "weights", "state"),
-        ("optimizer", "state", "weights"),
-    ):  # fmt: skip
-        model = distribute(make(Mlp))
-        for what in order:
-            if what == "weights":
-                model.load_state_dict(weights)
-            elif what == "optimizer":
-                optimizer = BalancedMuon(model, traced(Mlp))
-            else:
-                optimizer.load_state_dict(copy.deepcopy(state))
-        found[order] = are_equal(train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS)), end)
-    return found
-
-
-def save_and_load(folder):
-    in_order = {**resume_in_any_order(fully_shard), "whole": resume_in_any_order(be_whole)}
-    return train_and_save(folder), load_and_train(folder), in_order
-
-
-def be_whole(model):
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_two_ranks_loads_on_one_two_and_four(tmp_path):
-    """On as many as it is of it goes on to the last bit."""
-    ranks = run_on_ranks(save_and_load, 2, str(tmp_path / "sharded"))
-    end = ranks[0][0]
-    for own, resumed, in_order in ranks:
-        assert are_equal(own, end)
-        assert are_equal(resumed, end)
-        whole = in_order.pop("whole")
-        assert all(in_order.values()), in_order
-        assert all(whole.values()), whole
-    of_one = train_and_save(tmp_path / "whole", be_whole)
-    assert are_equal(load_and_train(tmp_path / "whole", be_whole), of_one)
-    for others in (
-        [load_and_train(tmp_path / "sharded", be_whole)],
-        run_on_ranks(load_and_train, 4, str(tmp_path / "sharded")),
-        run_on_ranks(load_and_train, 2, str(tmp_path / "whole")),
-    ):
-        for found in others:
-            assert gap(found, end, 1.0) <= 1e-9
