@@ -13,66 +13,43 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pathsgd
-from pathsgd import PathNormalized, PathSGD
+from pathsgd.muon.round import EVERY
 from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
+from support.sharded import (
+    OPTIMIZERS,
+    Convolutional,
+    Mlp,
+    are_equal,
+    batch,
+    loss_of,
+    make_rescaled,
+    step_on,
+    traced,
+    train,
+    whole_parameters,
+)
 
-STEPS = 6
-EXAMPLE = torch.zeros(1, 3, 4, 4)
-OPTIMIZERS = {
-    "PathSGD": lambda m, g: PathSGD(m, g, lr=1e-3, momentum=0.9, weight_decay=0.1),
-    "AdamW": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3),
-    "Adagrad": lambda m, g: PathNormalized(torch.optim.Adagrad, m, g, lr=1e-3),
-}
-LONG = {"PathSGD": 50}
-"""Steps, if more than usual."""
-
-
-class Residual(nn.Module):
-    """A convolution, a residual block with batch norm, and a stack of linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.conv, self.block_norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.mlp = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5))
-
-    def forward(self, x):
-        x = self.norm(self.stem(x)).relu()
-        x = (x + self.block_norm(self.conv(x))).relu()
-        return self.mlp(x.mean((2, 3)))
+FP32, FP64 = torch.float32, torch.float64
+NAMES = ("BalancedMuon", "PathSGD", "AdamW on paths", "Adagrad on paths")
+LONG, STEPS = 50, EVERY + 2
+CASES = [
+    (kind, name, LONG if name == "PathSGD" else STEPS) for kind in (Mlp, Convolutional) for name in NAMES
+]
 
 
-def make():
-    torch.manual_seed(0)
-    return Residual()
+def prepare():
+    for kind in (Mlp, Convolutional):
+        traced(kind)
 
 
-def batch(step, rank):
-    """A rank's data: the scale differs from rank to rank, as statistics then do."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = (1 + 2 * rank) * torch.randn(4, 3, 4, 4, generator=generator) + rank
-    return x, torch.randint(5, (4,), generator=generator)
+def make_model(kind, dtype=FP64):
+    return make_rescaled(kind, 5, dtype=dtype)
 
 
-def loss_of(model, step, rank):
-    x, y = batch(step, rank)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def train(ddp, optimizer, before_step=lambda step: None, steps=STEPS):
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses.append(loss_of(ddp, step, dist.get_rank()))
-        losses[-1].backward()
-        before_step(step)
-        optimizer.step()
-    return torch.stack(losses).detach()
+def share():
+    """This rank's part of all batches."""
+    return range(dist.get_rank(), dist.get_rank() + 1)
 
 
 def add_up_in_order(group, bucket):
@@ -91,108 +68,109 @@ def add_up_in_order(group, bucket):
     return done.then(add)
 
 
-def train_every_optimizer():
-    graph, found = pathsgd.trace(make(), EXAMPLE), {}
-    for name, optimizer_of in OPTIMIZERS.items():
-        model = make()
-        ddp = DistributedDataParallel(model)
+def train_copies():
+    ends = []
+    for kind, name, steps in CASES:
+        ddp = DistributedDataParallel(make_model(kind, FP32))
         if dist.get_world_size() > 2:
             ddp.register_comm_hook(ddp.process_group, add_up_in_order)
         with counted_numbers() as sent:
-            losses = train(ddp, optimizer_of(ddp, graph), steps=LONG.get(name, STEPS))
+            losses, weights = train(ddp, kind, name, share(), steps, FP32)
         assert not any(sent.values())
-        found[name] = losses, weights(model), [b.clone() for b in model.buffers()]
-    return found
-
-
-def train_in_one_process(optimizer_of, graph, steps, ranks):
-    """The same training: gradients are averaged, and buffers are rank 0's."""
-    model, losses = make(), []
-    optimizer = optimizer_of(model, graph)
-    for step in range(steps):
-        buffers = copy.deepcopy(dict(model.named_buffers()))
-        optimizer.zero_grad()
-        for rank in reversed(range(ranks)):
-            model.load_state_dict(buffers, strict=False)
-            losses.append(loss_of(model, step, rank))
-            (losses[-1] / ranks).backward()
-        optimizer.step()
-    return torch.stack(losses).detach().view(steps, ranks).flip(1), weights(model)
+        ends.append((losses, weights, [b.clone() for b in ddp.buffers()]))
+    return ends
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_are_equal_and_are_what_one_process_trains(world):
     """To the last bit, in fp32, where both add up in the same order."""
-    ranks, graph = run_on_ranks(train_every_optimizer, world), pathsgd.trace(make(), EXAMPLE)
-    for name, optimizer_of in OPTIMIZERS.items():
-        losses, expected = train_in_one_process(optimizer_of, graph, LONG.get(name, STEPS), world)
-        for rank, found in enumerate(ranks):
-            rank_losses, moved, buffers = found[name]
-            assert all(map(torch.equal, moved, expected)), name
-            assert torch.equal(rank_losses, losses[:, rank]), name
-            assert rank == 0 or not all(map(torch.equal, buffers, ranks[0][name][2]))
+    ranks = run_on_ranks(train_copies, world)
+    for k, case in enumerate(CASES):
+        kind, name, steps = case
+        losses, expected = train(make_model(kind, FP32), kind, name, range(world), steps, FP32)
+        for rank, ends in enumerate(ranks):
+            rank_losses, weights, buffers = ends[k]
+            assert are_equal(weights, expected), case
+            assert torch.equal(rank_losses[:, 0], losses[:, -1 - rank]), case
+            assert not buffers or rank == 0 or not are_equal(buffers, ranks[0][k][2])
 
 
-def train_in_other_ways():
+def train_in_other_ways(name):
     """Each of these would drift apart, hang or train something else if it were done carelessly."""
-    rank, graph, ends = dist.get_rank(), pathsgd.trace(make(), EXAMPLE), {}
+    kind, rank, graph, ends = Convolutional, dist.get_rank(), traced(Convolutional), {}
 
-    # The optimizer knows the module alone, before it is wrapped or after.
-    optimizer = PathSGD(model := make(), graph, lr=1e-3)
-    train(DistributedDataParallel(model), optimizer)
-    ends["wrapped later"] = weights(model)
-    ddp = DistributedDataParallel(torch.compile(model := make(), backend="eager"), broadcast_buffers=False)
-    train(ddp, PathSGD(model, graph, lr=1e-3))
-    ends["buffers of its own"] = weights(model)
+    def go_on(model, optimizer, before_step=lambda step: None, steps=STEPS):
+        for step in range(steps):
+            before_step(step)
+            step_on(model, optimizer, kind, step, share())
+        return whole_parameters(model)
+
+    # The optimizer knows the module alone, before it is wrapped or after; one traces the first batch. Ranks
+    # have weights of their own until DDP sends those of rank 0.
+    torch.manual_seed(rank)
+    model = kind().double() if rank else make_model(kind)
+    optimizer = OPTIMIZERS[name](model, graph)
+    ends["wrapped later"] = go_on(DistributedDataParallel(model), optimizer)
+    optimizer = OPTIMIZERS[name](model := make_model(kind), None)
+    ends["traced later"] = go_on(DistributedDataParallel(model), optimizer)
+    ddp = DistributedDataParallel(torch.compile(make_model(kind), backend="eager"), broadcast_buffers=False)
+    ends["buffers of its own"] = go_on(ddp, OPTIMIZERS[name](ddp, graph))
 
     # One rank looks at gamma and changes its statistics.
-    ddp = DistributedDataParallel(model := make())
-    optimizer = PathSGD(ddp, graph, lr=1e-3)
+    ddp = DistributedDataParallel(model := make_model(kind))
+    optimizer = OPTIMIZERS[name](ddp, graph)
 
     def look(step):
         if rank == 0:
-            optimizer.gammas.measure(2)
-            model(batch(step, 7)[0])  # in training mode
+            pathsgd.gammas(model, graph)
+            model(batch(kind, step, 7, FP64)[0])  # in training mode
 
-    train(ddp, optimizer, look)
-    ends["looked at"] = weights(model)
+    ends["looked at"] = go_on(ddp, optimizer, look)
 
-    # Clipping, which needs gamma before the step does; and steps that GradScaler skips after it.
-    train(ddp, optimizer, lambda step: pathsgd.clip_path_grad_norm_(optimizer, 0.1))
-    ends["clipped"] = weights(model)
+    # Steps that GradScaler skips.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(ddp, step, rank)
+        loss = loss_of(ddp, kind, step, rank, FP64)
         scaler.scale(loss * (torch.inf if step == 2 else 1)).backward()
         scaler.unscale_(optimizer)
-        pathsgd.clip_path_grad_norm_(optimizer, 0.1)
         scaler.step(optimizer)
         scaler.update()
-    ends["scaled"] = weights(model)
+    ends["scaled"] = whole_parameters(model)
 
     # A copy goes on as what it was copied from, inside a wrapper of its own.
-    for name, other in (("copied", copy.deepcopy(optimizer)), ("pickled", pickle.loads(pickle.dumps(optimizer)))):
-        copied = other.gammas.tensors.model
-        train(DistributedDataParallel(copied), other)
-        ends[name] = weights(copied)
-    train(ddp, optimizer)
-    assert all(map(torch.equal, ends["copied"], model.parameters()))
+    copies = copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))
+    end = go_on(ddp, optimizer)
+    assert all(are_equal(go_on(DistributedDataParallel(other), it), end) for other, it in copies)
 
     # Frozen statistics; and ranks that have more batches than others.
-    ddp = DistributedDataParallel(model := make().eval())
-    train(ddp, PathSGD(ddp, graph, lr=1e-3))
-    ends["frozen"] = weights(model)
-    ddp = DistributedDataParallel(model := make())
+    ddp = DistributedDataParallel(make_model(kind).eval())
+    ends["frozen"] = go_on(ddp, OPTIMIZERS[name](ddp, graph))
+    ddp = DistributedDataParallel(make_model(kind))
     with ddp.join():
-        train(ddp, PathSGD(ddp, graph, lr=1e-3), steps=STEPS + rank)
-    ends["uneven"] = weights(model)
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(make())
-    return ends, pathsgd.trace(synchronised, EXAMPLE).nodes == graph.nodes
+        go_on(ddp, OPTIMIZERS[name](ddp, graph), steps=STEPS + 2 * rank)
+    ends["uneven"] = whole_parameters(ddp)
+    return ends
 
 
-def test_other_ways_of_training():
-    (first, is_same), (second, _) = run_on_ranks(train_in_other_ways, 2)
-    for name, moved in first.items():
-        assert all(map(torch.equal, moved, second[name])), name
-    assert is_same  # the graph with SyncBatchNorm
+@pytest.mark.parametrize("name", ["PathSGD", "BalancedMuon"])
+def test_other_ways_of_training(name):
+    first, second = run_on_ranks(train_in_other_ways, 2, name)
+    for way, weights in first.items():
+        assert are_equal(weights, second[way]), way
+    model = make_model(Convolutional)
+    optimizer = OPTIMIZERS[name](model, traced(Convolutional))
+    for ways, steps in (
+        (("wrapped later", "traced later"), range(STEPS)),
+        (["uneven"], range(STEPS, STEPS + 2)),
+    ):
+        for step in steps:
+            step_on(model, optimizer, Convolutional, step, range(step >= STEPS, 2), count=2)
+        for way in ways:
+            for a, b in zip(first[way], whole_parameters(model), strict=True):
+                assert (a - b).abs().max() <= 1e-9, way
+
+
+def test_synchronised_batch_norm_has_the_same_graph():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_model(Convolutional, FP32))
+    assert pathsgd.trace(model, torch.zeros(Convolutional.example)).nodes == traced(Convolutional).nodes

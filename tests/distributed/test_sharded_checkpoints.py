@@ -22,6 +22,7 @@ from support.sharded import (
     OPTIMIZERS,
     Convolutional,
     Mlp,
+    are_equal,
     loss_of,
     make,
     make_rescaled,
@@ -54,10 +55,6 @@ def go_on(model, optimizer, steps=range(SAVED_AFTER, UNTIL)):
     for step in steps:
         step_on(model, optimizer, Mlp, step, SEEN_BY_ALL)
     return whole_parameters(model)
-
-
-def are_equal(found, expected):
-    return all(map(torch.equal, found, expected))
 
 
 def states(model, optimizer):

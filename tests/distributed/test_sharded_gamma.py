@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import pathsgd
 from pathsgd import BalancedMuon, PathNormalized, PathSGD
 from pathsgd.geometry.gamma import measure_gammas
+from pathsgd.muon.round import EVERY
 from pathsgd.sharding import local_part, shards_of
 from support import cases, networks
 from support.ranks import run_on_ranks
@@ -99,7 +100,7 @@ def train_rescaled():
             for exponent in (0, most):
                 model = make_rescaled(Mlp, exponent, dtype is torch.float32, dtype)
                 optimizer = OPTIMIZERS[name](fully_shard(model), traced(Mlp))
-                for step in range(6):
+                for step in range(EVERY + 2):
                     step_on(model, optimizer, Mlp, step, range(rank, rank + 1), dtype)
                 outputs[name].append(model(batch(Mlp, 0, 0, dtype)[0]).detach())
     return found, bits
