@@ -45,7 +45,7 @@ BITS = 12
 
 
 class Narrow(nn.Sequential):
-    """Of four ranks the last holds nothing at all."""
+    """A model of which the last of four ranks holds nothing at all."""
 
     example = (6, 6)
 
@@ -75,9 +75,9 @@ def spread(model, way):
     return fully_shard(model, mesh=mesh["data"]) if way == "both" else model
 
 
-def gap(found, expected, least=0.0):
+def gap(tensors, expected, least=0.0):
     """The largest difference, relative to each entry, or to ``least`` if that is more."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(tensors, expected, strict=True)
     return max(float(((a - b).abs() / b.abs().clamp(min=least or 1e-300)).max()) for a, b in pairs)
 
 
@@ -100,14 +100,14 @@ def compare_balances(kind, way, p, q):
         before = whole(x)
         expected = pathsgd.balance(whole, traced(kind), p, q)
         mu = pathsgd.balance(model, traced(kind), p, q)
-        own = whole_parameters(model)
+        weights = whole_parameters(model)
         output = model(x)
     gaps = {
-        "weights": gap(own, whole_parameters(whole)),
+        "weights": gap(weights, whole_parameters(whole)),
         "mu": abs(mu / expected - 1),
         "outputs": float((output - before).abs().max() / before.abs().max()),
     }
-    return gaps, own
+    return gaps, weights
 
 
 def make_partly_dead():
@@ -122,23 +122,23 @@ def make_partly_dead():
 
 
 def balance_what_is_dead():
-    found = []
+    gaps = []
     for way in ("fully sharded", "by columns"):
         whole = make_partly_dead()
         model = spread(copy.deepcopy(whole), way)
-        for own in (whole, model):
-            pathsgd.balance(own, traced(Mlp))
-        found.append(gap(whole_parameters(model), whole_parameters(whole)))
-    return found
+        for each in (whole, model):
+            pathsgd.balance(each, traced(Mlp))
+        gaps.append(gap(whole_parameters(model), whole_parameters(whole)))
+    return gaps
 
 
 def balance_in_bf16():
-    """By powers of two alone: to the last bit."""
+    """Balances by powers of two alone: to the last bit."""
     whole = make_rescaled(Mlp, BITS, dtype=torch.bfloat16)
     start = whole_parameters(whole)
     model = fully_shard(copy.deepcopy(whole))
-    for own in (whole, model):
-        pathsgd.balance(own, traced(Mlp))
+    for each in (whole, model):
+        pathsgd.balance(each, traced(Mlp))
     return are_equal(whole_parameters(model), whole_parameters(whole)), are_equal(start, whole.parameters())
 
 
@@ -156,7 +156,7 @@ def refuse_what_one_rank_holds():
 
 
 def balance_everything():
-    """Most as they would be with large layers, whose matrices stay where they are."""
+    """Balances most as they would be with large layers, whose matrices stay where they are."""
     listed, few = class_edges.SMALL, [case for case in BALANCED if case[1] in ("by columns", "both")]
     class_edges.SMALL = 0
     balanced, dead = [compare_balances(*case) for case in BALANCED], balance_what_is_dead()
@@ -175,18 +175,18 @@ def balance_everything():
 
 def test_a_sharded_model_is_balanced_as_the_whole_one():
     ranks = run_on_ranks(balance_everything, 4)
-    for found in ranks:
+    for results in ranks:
         for way in ("balanced", "balanced in lists"):
-            for k, (gaps, own) in enumerate(found[way]):
+            for k, (gaps, weights) in enumerate(results[way]):
                 assert gaps["weights"] <= 1e-12, (way, k, gaps)
                 assert gaps["mu"] <= 1e-12, (way, k, gaps)
                 assert gaps["outputs"] <= 1e-9, (way, k, gaps)
-                assert are_equal(own, ranks[0][way][k][1]), (way, k)
-        assert are_equal(found["traced sharded"], found["balanced"][0][1])
-        assert max(found["dead"]) <= 1e-12
-        assert found["bf16"] == (True, False)
-        assert all("'2.weight' holds nan" in message for message in found["refused"])
-        assert len(found["refused"]) == 2
+                assert are_equal(weights, ranks[0][way][k][1]), (way, k)
+        assert are_equal(results["traced sharded"], results["balanced"][0][1])
+        assert max(results["dead"]) <= 1e-12
+        assert results["bf16"] == (True, False)
+        assert all("'2.weight' holds nan" in message for message in results["refused"])
+        assert len(results["refused"]) == 2
 
 
 # BalancedMuon
@@ -210,12 +210,12 @@ def train_from(model, kind, *example):
 
 def train_sharded(kind, way):
     """All ranks see the same batches. The gaps to the whole model, and between starts; the weights."""
-    found = train_from(spread(make(kind), way), kind, traced(kind))
+    weights = train_from(spread(make(kind), way), kind, traced(kind))
     # Some are traced from the first batch, when there are gradients already.
     example = () if kind is Convolutional or way == "tensor parallel" else (traced(kind),)
     rescaled = train_from(spread(make_rescaled(kind, BITS), way), kind, *example)
     expected = train_from(make(kind), kind, traced(kind))
-    return {"whole": gap(found, expected, 1.0), "unbalanced": gap(rescaled, found, 1.0)}, found
+    return {"whole": gap(weights, expected, 1.0), "unbalanced": gap(rescaled, weights, 1.0)}, weights
 
 
 def rescale_in_mid_training():
@@ -259,12 +259,12 @@ def train_everything():
 
 def test_a_sharded_model_is_trained_as_the_whole_one():
     ranks = run_on_ranks(train_everything, 4)
-    for found in ranks:
-        for k, (case, (gaps, own)) in enumerate(zip(TRAINED, found["trained"], strict=True)):
+    for results in ranks:
+        for k, (case, (gaps, weights)) in enumerate(zip(TRAINED, results["trained"], strict=True)):
             assert gaps["whole"] <= 1e-9, case
             assert gaps["unbalanced"] <= 1e-9, case
-            assert are_equal(own, ranks[0]["trained"][k][1]), case
-        assert are_equal(found["balanced"], ranks[0]["balanced"])
+            assert are_equal(weights, ranks[0]["trained"][k][1]), case
+        assert are_equal(results["balanced"], ranks[0]["balanced"])
 
 
 def test_a_rescaling_in_mid_training_is_balanced():

@@ -1,5 +1,5 @@
-"""Copies of a model on several ranks (DistributedDataParallel) stay the same to the last bit, and are what one
-process would train. Statistics of batch norms differ between ranks; nothing is sent because of them."""
+"""Copies of a model on several ranks (DistributedDataParallel) stay the same to the last bit, and are what
+one process would train. Statistics of batch norms differ between ranks; nothing is sent because of them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ from support.sharded import (
 
 FP32, FP64 = torch.float32, torch.float64
 NAMES = ("BalancedMuon", "PathSGD", "AdamW on paths", "Adagrad on paths")
-LONG, STEPS = 50, EVERY + 2
-CASES = [
-    (kind, name, LONG if name == "PathSGD" else STEPS) for kind in (Mlp, Convolutional) for name in NAMES
-]
+STEPS, KINDS = EVERY + 2, (Mlp, Convolutional)
+CASES = [(kind, name, 50 if name == "PathSGD" else STEPS) for kind in KINDS for name in NAMES]
 
 
 def prepare():
-    for kind in (Mlp, Convolutional):
+    for kind in KINDS:
         traced(kind)
 
 
@@ -83,7 +81,7 @@ def train_copies():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_are_equal_and_are_what_one_process_trains(world):
-    """To the last bit, in fp32, where both add up in the same order."""
+    """The bound is the last bit, in fp32, where both add up in the same order."""
     ranks = run_on_ranks(train_copies, world)
     for k, case in enumerate(CASES):
         kind, name, steps = case
@@ -160,11 +158,8 @@ def test_other_ways_of_training(name):
         assert are_equal(weights, second[way]), way
     model = make_model(Convolutional)
     optimizer = OPTIMIZERS[name](model, traced(Convolutional))
-    for ways, steps in (
-        (("wrapped later", "traced later"), range(STEPS)),
-        (["uneven"], range(STEPS, STEPS + 2)),
-    ):
-        for step in steps:
+    for ways, begin, end in ((["wrapped later", "traced later"], 0, STEPS), (["uneven"], STEPS, STEPS + 2)):
+        for step in range(begin, end):
             step_on(model, optimizer, Convolutional, step, range(step >= STEPS, 2), count=2)
         for way in ways:
             for a, b in zip(first[way], whole_parameters(model), strict=True):

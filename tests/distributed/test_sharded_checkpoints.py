@@ -72,7 +72,7 @@ def load(path, model, optimizer):
 
 
 def train_and_save(folder):
-    """Asynchronously: training goes on while it is written. The weights at the end."""
+    """Saves asynchronously: training goes on while it is written. Returns the weights at the end."""
     ends, group = {}, dist.new_group()  # of its own: calls of two threads must not meet in one
     for name in NAMES:
         model, optimizer = begin(name, exponent=9)
@@ -85,7 +85,7 @@ def train_and_save(folder):
 
 
 def load_and_train(folder, spread=fully_shard, names=NAMES):
-    """Into a model that had other weights."""
+    """Goes on from a checkpoint, in a model that had other weights."""
     ends = {}
     for name in names:
         model, optimizer = begin(name, spread)
@@ -103,15 +103,15 @@ def save_and_load(folder):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_of_two_ranks_load_on_one_two_and_four(tmp_path):
-    """On two they go on to the last bit; whole parameters are one rank's."""
+    """Training goes on to the last bit on two; whole parameters are one rank's."""
     ranks = run_on_ranks(save_and_load, 2, str(tmp_path))
     on_others = load_and_train(tmp_path, be_whole), *run_on_ranks(load_and_train, 4, str(tmp_path))
     for name, end in ranks[0][0].items():
         for ends, resumed in ranks:
             assert are_equal(ends[name], end), name
             assert are_equal(resumed[name], end), name
-        for found in on_others:
-            for a, b in zip(found[name], end, strict=True):
+        for resumed in on_others:
+            for a, b in zip(resumed[name], end, strict=True):
                 assert (a - b).abs().max() <= 1e-9, name
 
 
@@ -124,9 +124,9 @@ def test_a_checkpoint_of_one_process_loads_on_two(tmp_path):
         dcp.save(states(model, optimizer), checkpoint_id=tmp_path / name)
         ends[name] = go_on(model, optimizer)
         assert are_equal(load_and_train(tmp_path, be_whole, [name])[name], ends[name]), name
-    for found in run_on_ranks(load_and_train, 2, str(tmp_path)):
+    for resumed in run_on_ranks(load_and_train, 2, str(tmp_path)):
         for name, end in ends.items():
-            for a, b in zip(found[name], end, strict=True):
+            for a, b in zip(resumed[name], end, strict=True):
                 assert (a - b).abs().max() <= 1e-9, name
 
 
@@ -184,7 +184,7 @@ STEPS, SAVE_EVERY, KILLED_AFTER = 9, 3, (3, 6)
 
 
 def train_with_checkpoints(folder, way, name):
-    """From the last complete checkpoint in the folder on, if there is one."""
+    """Trains from the last complete checkpoint in the folder on, if there is one."""
     model, rank = make(Convolutional, torch.float32), dist.get_rank()
     wrapped = DistributedDataParallel(model) if way == "DDP" else fully_shard(model)
     optimizer = OPTIMIZERS[name](wrapped, traced(Convolutional))
@@ -202,7 +202,7 @@ def train_with_checkpoints(folder, way, name):
 
 
 def save(state, path):
-    """Under its name once it is complete."""
+    """Writes a checkpoint, under its name once it is complete."""
     dcp.save(state, checkpoint_id=path.with_suffix(".part"))
     if dist.get_rank() == 0:
         os.replace(path.with_suffix(".part"), path)
@@ -218,7 +218,7 @@ def test_ranks_that_were_killed_end_at_the_same_weights(way, name, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     expected = run_on_ranks(train_with_checkpoints, 2, str(undisturbed), way, name)
     kill_at = [killed / str(step) for step in KILLED_AFTER]
-    found = run_on_ranks(train_with_checkpoints, 2, str(killed), way, name, kill_at=kill_at)
-    for (first, weights), (_, end) in zip(found, expected, strict=True):
+    resumed = run_on_ranks(train_with_checkpoints, 2, str(killed), way, name, kill_at=kill_at)
+    for (first, weights), (_, end) in zip(resumed, expected, strict=True):
         assert KILLED_AFTER[-1] <= first < STEPS
         assert are_equal(weights, end)

@@ -93,9 +93,9 @@ def test_gamma_is_that_of_the_whole_model():
 def train_rescaled():
     """The outputs of a network and of its rescaled copy after training; and of two that differ by powers of
     two, in fp32."""
-    rank, found, bits = dist.get_rank(), {}, {}
+    rank, close, bits = dist.get_rank(), {}, {}
     for name in ("BalancedMuon", "PathSGD", "AdamW on paths", "Adagrad on paths"):
-        for outputs, dtype, most in ((found, torch.float64, 9), (bits, torch.float32, 40)):
+        for outputs, dtype, most in ((close, torch.float64, 9), (bits, torch.float32, 40)):
             outputs[name] = []
             for exponent in (0, most):
                 model = make_rescaled(Mlp, exponent, dtype is torch.float32, dtype)
@@ -103,13 +103,13 @@ def train_rescaled():
                 for step in range(EVERY + 2):
                     step_on(model, optimizer, Mlp, step, range(rank, rank + 1), dtype)
                 outputs[name].append(model(batch(Mlp, 0, 0, dtype)[0]).detach())
-    return found, bits
+    return close, bits
 
 
 def test_a_rescaled_copy_takes_the_same_steps():
-    """By powers of two to the last bit."""
-    for found, bits in run_on_ranks(train_rescaled, WORLD):
-        for name, (plain, rescaled) in found.items():
+    """The bound is the last bit for powers of two."""
+    for close, bits in run_on_ranks(train_rescaled, WORLD):
+        for name, (plain, rescaled) in close.items():
             assert (plain - rescaled).abs().max() <= 1e-9 * plain.abs().max(), name
             assert torch.equal(*bits[name]), name
 

@@ -32,22 +32,22 @@ def make_convolutions():
 
 
 def count_numbers():
-    """How many numbers a rank sends in each of ``EVERY`` steps, by optimizer and kind of call."""
-    found = {}
+    """Counts the numbers that a rank sends in each of ``EVERY`` steps, by optimizer and kind of call."""
+    by_name = {}
     cases = [(name, make_stack, torch.ones(1, 50)) for name in OPTIMIZERS]
     for name, make, x in [*cases, ("convolutions", make_convolutions, torch.ones(1, 3, 5, 5))]:
         model = fully_shard(make())
         optimizer = OPTIMIZERS.get(name, PathSGD)(model, x)
         model(x).sum().backward()
-        found[name] = []
+        by_name[name] = []
         for step in range(EVERY):
             with counted_numbers() as sent, CommDebugMode() as calls:
                 if step == 1 and name != "BalancedMuon":
                     pathsgd.clip_path_grad_norm_(optimizer, 1.0)
                 optimizer.step()
             assert sum(map(len, sent.values())) == calls.get_total_counts()  # DTensor sends nothing by itself
-            found[name].append(sent)
-    return found
+            by_name[name].append(sent)
+    return by_name
 
 
 def test_what_is_sent():
@@ -58,8 +58,8 @@ def test_what_is_sent():
 
 def check_muon(ranks):
     matrices, blocks, ends = 80 * 50 + 70 * 80, 6, 50 + 2 * (80 + 70) + 5 + 2 * (80 + 70 + 5)
-    for found in ranks:
-        for step, sent in enumerate(found["BalancedMuon"]):
+    for by_name in ranks:
+        for step, sent in enumerate(by_name["BalancedMuon"]):
             assert not sent["broadcast"]
             assert not sent[ALL_GATHER]
             # Five products of every block; and, once in a while, the norms of rows and columns.
@@ -70,19 +70,19 @@ def check_muon(ranks):
             # What a rank holds of the two matrices that are orthogonalised is sent there and back.
             assert len(sent["all_to_all_single"]) == 2
             assert sum(sent["all_to_all_single"]) <= 1.1 * matrices
-    first = [found["BalancedMuon"][0]["all_to_all_single"] for found in ranks]
+    first = [by_name["BalancedMuon"][0]["all_to_all_single"] for by_name in ranks]
     assert sum(map(sum, first)) == 2 * matrices
 
 
 def check_paths(ranks):
-    for found in ranks:
+    for by_name in ranks:
         for name in ("PathSGD", "PathNormalized"):
-            for step, sent in enumerate(found[name]):
+            for step, sent in enumerate(by_name[name]):
                 numbers = [n for calls in sent.values() for n in calls]
                 assert max(numbers) <= 80 + 70 + 5, name  # the biases of all layers are sent together
                 assert sum(numbers) < sum(p.numel() for p in make_stack().parameters()) / 10, name
                 # Biases, and each way a vector and its exponent for all layers but one; clipping measures
                 # gamma for the step after it, and adds up one number for each parameter.
                 assert len(numbers) == 1 + 2 * 2 * 2 + (step == 1), name
-        numbers = [n for sent in found["convolutions"] for calls in sent.values() for n in calls]
+        numbers = [n for sent in by_name["convolutions"] for calls in sent.values() for n in calls]
         assert max(numbers) <= 16 * 3 * 3  # channels times places

@@ -49,7 +49,7 @@ TENSOR_PARALLEL = [
     (Decoder, "BalancedMuon", FP64, 3), (Decoder, "PathSGD", FP32, 20), (Decoder, "AdamW on paths", FP32, 3),
 ]  # fmt: skip
 ON_A_MESH = [
-    (Decoder, "BalancedMuon", FP64, 3), (Decoder, "PathSGD", FP32, 20), (Decoder, "Adagrad on paths", FP32, 3),
+    (Decoder, "BalancedMuon", FP64, 3), (Decoder, "PathSGD", FP32, 20), (Decoder, "Adagrad on paths", FP32, 3)
 ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def train_tensor_parallel(kind, name, dtype, steps):
 
 
 def train_on_a_mesh(kind, name, dtype, steps):
-    """fully_shard over one axis, tensor parallel over the other."""
+    """Trains with fully_shard over one axis and tensor parallel over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = fully_shard(parallelize(make(kind, dtype), mesh["tensor"]), mesh=mesh["data"])
     check_parts(model)
@@ -81,7 +81,7 @@ def train_on_a_mesh(kind, name, dtype, steps):
 
 
 def check_parts(model):
-    """What is taken for this rank's part is that."""
+    """Checks that what is taken for this rank's part is that."""
     for p in model.parameters():
         part = p.full_tensor()
         for cut in shards_of(p):
@@ -89,20 +89,17 @@ def check_parts(model):
         assert torch.equal(part, local_part(p))
 
 
-def fully_sharded_on_two():
-    return [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_TWO]
+WAYS = {
+    "FSDP2 on two": (train_fully_sharded, FULLY_SHARDED_ON_TWO),
+    "FSDP2 on four": (train_fully_sharded, FULLY_SHARDED_ON_FOUR),
+    "tensor parallel": (train_tensor_parallel, TENSOR_PARALLEL),
+    "both": (train_on_a_mesh, ON_A_MESH),
+}
 
 
-def fully_sharded_on_four():
-    return [train_fully_sharded(*case) for case in FULLY_SHARDED_ON_FOUR]
-
-
-def tensor_parallel():
-    return [train_tensor_parallel(*case) for case in TENSOR_PARALLEL]
-
-
-def on_a_mesh():
-    return [train_on_a_mesh(*case) for case in ON_A_MESH]
+def train_all(way):
+    train_case, cases = WAYS[way]
+    return [train_case(*case) for case in cases]
 
 
 def gap(tensors, others):
@@ -110,10 +107,11 @@ def gap(tensors, others):
     return max(float((a - b).abs().max()) for a, b in zip(tensors, others, strict=True))
 
 
-def assert_ranks_train_one_model(ranks, cases, shares):
+def assert_ranks_train_one_model(way, world, shares):
     """Weights are the same on all ranks, to the last bit, and those of one process that sees the batches of
     ``shares`` ranks; so are losses."""
-    for k, case in enumerate(cases):
+    ranks = run_on_ranks(train_all, world, way)
+    for k, case in enumerate(WAYS[way][1]):
         kind, name, dtype, steps = case
         losses, weights = train(make(kind, dtype), kind, name, range(shares), steps, dtype)
         for rank, results in enumerate(ranks):
@@ -125,19 +123,19 @@ def assert_ranks_train_one_model(ranks, cases, shares):
 
 
 def test_fully_sharded_on_two_ranks():
-    assert_ranks_train_one_model(run_on_ranks(fully_sharded_on_two, 2), FULLY_SHARDED_ON_TWO, 2)
+    assert_ranks_train_one_model("FSDP2 on two", 2, 2)
 
 
 def test_fully_sharded_on_four_ranks_of_which_one_holds_nothing():
-    assert_ranks_train_one_model(run_on_ranks(fully_sharded_on_four, 4), FULLY_SHARDED_ON_FOUR, 4)
+    assert_ranks_train_one_model("FSDP2 on four", 4, 4)
 
 
 def test_tensor_parallel():
-    assert_ranks_train_one_model(run_on_ranks(tensor_parallel, 2), TENSOR_PARALLEL, 1)
+    assert_ranks_train_one_model("tensor parallel", 2, 1)
 
 
 def test_both_on_a_mesh():
-    assert_ranks_train_one_model(run_on_ranks(on_a_mesh, 4), ON_A_MESH, 2)
+    assert_ranks_train_one_model("both", 4, 2)
 
 
 # Options of fully_shard
@@ -149,9 +147,6 @@ STEPS = 5
 def train_with(name, dtype=torch.float64, steps=2, **options):
     rank = dist.get_rank()
     return train(fully_shard(make(Mlp, dtype), **options), Mlp, name, range(rank, rank + 1), steps, dtype)[1]
-
-
-# Computing in bf16, and sharded parameters in bf16
 
 
 def train_in_bf16(name):
@@ -200,33 +195,30 @@ def test_mixed_precision_policy():
     ranks = run_on_ranks(compute_in_bf16, 2)
     for name in NAMES:
         expected = train_one_process_in_bf16(name, 2)
-        for found in ranks:
-            assert gap(found[name], expected) <= 1e-6, name
+        for results in ranks:
+            assert gap(results[name], expected) <= 1e-6, name
 
 
 def test_parameters_in_bf16():
-    """To a unit in the last place of the largest weight; to the last bit was seen."""
+    """The bound is a unit in the last place of the largest weight; to the last bit was seen."""
     ranks = run_on_ranks(keep_parameters_in_bf16, 2)
     for name in NAMES:
         expected = train(make(Mlp, BF16), Mlp, name, range(2), STEPS, BF16)[1]
         assert gap(expected, whole_parameters(make(Mlp, BF16))) > 0.005, name
-        for found in ranks:
-            for a, b in zip(found[name], expected, strict=True):
+        for results in ranks:
+            for a, b in zip(results[name], expected, strict=True):
                 assert (a - b).abs().max() <= 2**-8 * b.abs().max(), name
 
 
-# Offloading, and copies of shards
-
-
 def train_on_four():
-    """In the memory of the CPU; and on a mesh of copies of shards (HSDP)."""
+    """Trains in the memory of the CPU; and on a mesh of copies of shards (HSDP)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"mesh": mesh}
-    return {name: [train_with(name, **own) for own in options] for name in NAMES}
+    return {name: [train_with(name, **chosen) for chosen in options] for name in NAMES}
 
 
 def test_offloading_and_copies_of_shards():
-    for found in run_on_ranks(train_on_four, 4):
-        for name, (plain, offloaded, copies) in found.items():
-            assert all(map(torch.equal, plain, offloaded)), name
+    for results in run_on_ranks(train_on_four, 4):
+        for name, (plain, offloaded, copies) in results.items():
+            assert are_equal(plain, offloaded), name
             assert gap(copies, plain) <= 1e-9, name

@@ -44,7 +44,7 @@ class Mlp(nn.Sequential):
 
 
 class Convolutional(nn.Sequential):
-    """With batch norm, whose statistics every rank has of its own, and an uneven number of channels."""
+    """A network with batch norm, whose statistics differ between ranks, and an uneven number of channels."""
 
     example = (4, 3, 4, 4)
 
@@ -56,8 +56,8 @@ class Convolutional(nn.Sequential):
 
 
 class Decoder(nn.Module):
-    """As those are written that are tensor parallel: a rank has as many heads as it has of the queries. The
-    gradient of a key's bias would be rounding."""
+    """A decoder as those are written that are tensor parallel: a rank has as many heads as it has of the
+    queries. The gradient of a key's bias would be rounding."""
 
     example = (4, 4)
 
