@@ -154,13 +154,16 @@ def refuse():
     expect(lambda: pathsgd.balance(model, q=math.inf))
     partial = DTensor.from_local(torch.ones(2), model[0].weight.device_mesh, [Partial()])
     expect(lambda: shards_of(partial))
+    too_far_apart = fully_shard(make_rescaled(Mlp, 400))
+    expect(lambda: pathsgd.gammas(too_far_apart, traced(Mlp), p=4))
     return messages
 
 
 def test_what_is_not_supported_is_an_error():
     for messages in run_on_ranks(refuse, WORLD):
-        made_before, flattened, others = messages[:3], messages[3:5], messages[5:]
+        made_before, flattened, others = messages[:3], messages[3:5], messages[5:-1]
         assert all("fully_shard" in message for message in made_before)
         assert all("keeps parameters flattened" in message for message in flattened)
         assert all("sharded" in message for message in others)
         assert len(others) == 3
+        assert "differ by more than fp64 can hold" in messages[-1]

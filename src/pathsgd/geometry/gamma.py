@@ -20,7 +20,7 @@ from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.nodes import Weighted
 from pathsgd.graph.path_graph import ParameterStatus, PathGraph
 from pathsgd.graph.trace import Example, trace
-from pathsgd.sharding import any_sharded, is_sharded, local_part, place_like, shards_of
+from pathsgd.sharding import is_sharded, local_part, place_like, shards_of
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def measure_gammas(graph: PathGraph, tensors: Tensors, p: float = 2, *, check: b
     kept = gather_vectors(graph, tensors)
     network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks=check)
     found = measure(network)
-    if check and not any_sharded(kept.values()):
+    if check:
         check_range(network, backward=True)
     whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
     return Gammas(
