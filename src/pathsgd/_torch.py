@@ -1,22 +1,21 @@
 """Every private name of torch that this library uses, with the reason; tried with torch 2.11 and 2.13.
 
 The rest of the library imports these from here, so that a new torch breaks one file. A test finds strays.
+torch.export, which takes seconds to import, is imported by what first traces a model.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.export import _trace
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -39,6 +38,35 @@ def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> 
 def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
     """``torch._foreach_<operation>``: one launch for many tensors, as in torch.optim's multi-tensor forms."""
     return getattr(torch, f"_foreach_{operation}")(tensors, *others, **options)
+
+
+_uncompiled: list[Callable[[], None]] = []
+"""What is to be done once torch.compile has been imported."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def keep_uncompiled(function: F) -> F:
+    """``torch.compiler.disable``, which imports torch.compile: that takes seconds, so it is done when tracing
+    a model has imported it."""
+    called: Callable[..., Any] = function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    def disable() -> None:
+        nonlocal called
+        called = torch.compiler.disable(function)
+
+    _uncompiled.append(disable)
+    return call  # type: ignore[return-value]
+
+
+def finish_uncompiled() -> None:
+    """Keeps torch.compile from functions that were marked so."""
+    while _uncompiled:
+        _uncompiled.pop()()
 
 
 def is_compiling() -> bool:
@@ -93,6 +121,8 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 def is_about_values(error: Exception) -> bool:
     """Whether a size or a branch under export depends on values."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
@@ -138,6 +168,8 @@ def is_pointwise(target: object) -> bool:
 
 def without_values(tensor: Tensor) -> Tensor:
     """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if isinstance(tensor, nn.Parameter):
@@ -173,6 +205,8 @@ def export_in_this_thread_only() -> Iterator[None]:
     training in another thread would round differently. Inside, backends stay as they are and the flags are
     true in this thread alone. Not to be entered by two threads at a time.
     """
+    from torch.export import _trace
+
     export: Any = _trace
     originals = export._ignore_backend_decomps, export._compiling_state_context
     here = _InThread(threading.get_ident())

@@ -17,21 +17,19 @@ from torch import Tensor, nn
 from pathsgd._torch import all_gather, forward_hooks, local_tensor, module_dicts, without_values
 from pathsgd.errors import PathError
 
-if TYPE_CHECKING or dist.is_available():
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as Placed
-
-_SHARDED: tuple[type[Tensor], ...] = (DTensor,) if dist.is_available() else ()
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of which a rank may hold a part only."""
-    return isinstance(tensor, _SHARDED)
+    """Whether a tensor is a DTensor, of which a rank may hold a part only. To import that class would take
+    longer than all of this library."""
+    return hasattr(type(tensor), "placements")
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Whether one of them is; of many tensors there are few types."""
-    return any(issubclass(kind, _SHARDED) for kind in set(map(type, tensors)))
+    return any(hasattr(kind, "placements") for kind in set(map(type, tensors)))
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,8 @@ def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
 def _order_of_cuts(tensor: DTensor) -> list[int]:
     """The axes of the device mesh over which a tensor is sharded, in the order in which it was cut: from left
     to right, but for fully_shard of what is tensor parallel, which cuts the parts (_StridedShard)."""
+    from torch.distributed.tensor import Shard as Placed
+
     first: list[int] = []
     last: list[int] = []
     for k, placement in enumerate(tensor.placements):

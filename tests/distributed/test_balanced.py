@@ -1,5 +1,5 @@
 """balance and BalancedMuon on ranks: sharded models are balanced and trained as one process does with whole
-ones, copies of a model as one process does with all batches.
+ones.
 
 Of four ranks one holds nothing of five rows, see ``support.sharded``. In fp64, balanced weights to 1e-12 of
 each (1e-15 seen) and trained ones to 1e-9 (1e-13 seen), as Muon's iteration magnifies rounding.
@@ -12,29 +12,25 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import pathsgd
 from pathsgd import BalancedMuon, PathError
-from pathsgd.geometry import class_edges
-from pathsgd.muon.upkeep import EVERY
+from pathsgd.balance import class_edges
+from pathsgd.muon.round import EVERY
 from support import networks
-from support.collectives import counted_numbers
 from support.ranks import run_on_ranks
 from support.sharded import (
     Convolutional,
     Decoder,
-    Feedforward,
     Mlp,
+    are_equal,
     batch,
-    loss_of,
     make,
+    make_rescaled,
     parallelize,
     shard,
     step_on,
@@ -44,10 +40,12 @@ from support.sharded import (
 
 STEPS = EVERY + 2
 FP64 = torch.float64
+BITS = 12
+"""Models that are not balanced have units rescaled by up to 2 to this power."""
 
 
 class Narrow(nn.Sequential):
-    """Of four ranks the last holds nothing at all."""
+    """A model of which the last of four ranks holds nothing at all."""
 
     example = (6, 6)
 
@@ -56,17 +54,8 @@ class Narrow(nn.Sequential):
 
 
 def prepare():
-    for kind in (Mlp, Narrow, Convolutional, Feedforward, Decoder, networks.UNet, networks.Transformer):
+    for kind in (Mlp, Narrow, Convolutional, Decoder, networks.UNet, networks.Transformer):
         traced(kind)
-
-
-def make_unbalanced(kind, powers_of_two=False, dtype=FP64):
-    model = make(kind, dtype)
-    generator = torch.Generator().manual_seed(1)
-    pathsgd.unbalance(
-        model, traced(kind), units=40, sigma=2.0, powers_of_two=powers_of_two, generator=generator
-    )
-    return model
 
 
 def spread(model, way):
@@ -86,14 +75,10 @@ def spread(model, way):
     return fully_shard(model, mesh=mesh["data"]) if way == "both" else model
 
 
-def gap(found, expected, least=0.0):
+def gap(tensors, expected, least=0.0):
     """The largest difference, relative to each entry, or to ``least`` if that is more."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(tensors, expected, strict=True)
     return max(float(((a - b).abs() / b.abs().clamp(min=least or 1e-300)).max()) for a, b in pairs)
-
-
-def are_equal(found, expected):
-    return all(map(torch.equal, found, expected))
 
 
 # balance
@@ -109,25 +94,25 @@ BALANCED = [
 
 def compare_balances(kind, way, p, q):
     """(relative gaps of weights, of mu and of outputs; the weights)."""
-    whole, x = make_unbalanced(kind), batch(kind, 0, 0, FP64)[0]
+    whole, x = make_rescaled(kind, BITS), batch(kind, 0, 0, FP64)[0]
     model = spread(copy.deepcopy(whole), way)
     with torch.no_grad():
         before = whole(x)
         expected = pathsgd.balance(whole, traced(kind), p, q)
         mu = pathsgd.balance(model, traced(kind), p, q)
-        own = whole_parameters(model)
+        weights = whole_parameters(model)
         output = model(x)
     gaps = {
-        "weights": gap(own, whole_parameters(whole)),
+        "weights": gap(weights, whole_parameters(whole)),
         "mu": abs(mu / expected - 1),
         "outputs": float((output - before).abs().max() / before.abs().max()),
     }
-    return gaps, own
+    return gaps, weights
 
 
 def make_partly_dead():
     """Zeros into a unit, out of another, and all of the last layer: what is left is brought to a norm."""
-    model = make_unbalanced(Mlp)
+    model = make_rescaled(Mlp, BITS)
     with torch.no_grad():
         for rows in (model[0].weight[1], model[0].bias[1:2], model[2].weight[:, 3], *model[4].parameters()):
             rows.zero_()
@@ -137,23 +122,23 @@ def make_partly_dead():
 
 
 def balance_what_is_dead():
-    found = []
+    gaps = []
     for way in ("fully sharded", "by columns"):
         whole = make_partly_dead()
         model = spread(copy.deepcopy(whole), way)
-        for own in (whole, model):
-            pathsgd.balance(own, traced(Mlp))
-        found.append(gap(whole_parameters(model), whole_parameters(whole)))
-    return found
+        for each in (whole, model):
+            pathsgd.balance(each, traced(Mlp))
+        gaps.append(gap(whole_parameters(model), whole_parameters(whole)))
+    return gaps
 
 
 def balance_in_bf16():
-    """By powers of two alone: to the last bit."""
-    whole = make_unbalanced(Mlp, dtype=torch.bfloat16)
+    """Balances by powers of two alone: to the last bit."""
+    whole = make_rescaled(Mlp, BITS, dtype=torch.bfloat16)
     start = whole_parameters(whole)
     model = fully_shard(copy.deepcopy(whole))
-    for own in (whole, model):
-        pathsgd.balance(own, traced(Mlp))
+    for each in (whole, model):
+        pathsgd.balance(each, traced(Mlp))
     return are_equal(whole_parameters(model), whole_parameters(whole)), are_equal(start, whole.parameters())
 
 
@@ -171,11 +156,11 @@ def refuse_what_one_rank_holds():
 
 
 def balance_everything():
-    """Most as they would be with large layers, whose matrices stay where they are."""
+    """Balances most as they would be with large layers, whose matrices stay where they are."""
     listed, few = class_edges.SMALL, [case for case in BALANCED if case[1] in ("by columns", "both")]
     class_edges.SMALL = 0
     balanced, dead = [compare_balances(*case) for case in BALANCED], balance_what_is_dead()
-    example = fully_shard(make_unbalanced(Mlp))
+    example = fully_shard(make_rescaled(Mlp, BITS))
     pathsgd.balance(example, batch(Mlp, 0, 0, FP64)[0])  # traced as it is
     class_edges.SMALL = listed
     return {
@@ -190,32 +175,32 @@ def balance_everything():
 
 def test_a_sharded_model_is_balanced_as_the_whole_one():
     ranks = run_on_ranks(balance_everything, 4)
-    for found in ranks:
+    for results in ranks:
         for way in ("balanced", "balanced in lists"):
-            for k, (gaps, own) in enumerate(found[way]):
+            for k, (gaps, weights) in enumerate(results[way]):
                 assert gaps["weights"] <= 1e-12, (way, k, gaps)
                 assert gaps["mu"] <= 1e-12, (way, k, gaps)
                 assert gaps["outputs"] <= 1e-9, (way, k, gaps)
-                assert are_equal(own, ranks[0][way][k][1]), (way, k)
-        assert are_equal(found["traced sharded"], found["balanced"][0][1])
-        assert max(found["dead"]) <= 1e-12
-        assert found["bf16"] == (True, False)
-        assert all("'2.weight' holds nan" in message for message in found["refused"])
-        assert len(found["refused"]) == 2
+                assert are_equal(weights, ranks[0][way][k][1]), (way, k)
+        assert are_equal(results["traced sharded"], results["balanced"][0][1])
+        assert max(results["dead"]) <= 1e-12
+        assert results["bf16"] == (True, False)
+        assert all("'2.weight' holds nan" in message for message in results["refused"])
+        assert len(results["refused"]) == 2
 
 
 # BalancedMuon
 
 TRAINED = [
-    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Feedforward, "tensor parallel"),
+    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Decoder, "tensor parallel"),
     (Decoder, "both"),
 ]  # fmt: skip
 
 
-def train(model, optimizer, kind, steps, ranks=range(1)):
-    """On the mean over the batches of ``ranks``. The weights afterwards."""
+def train(model, optimizer, kind, steps):
+    """Returns the weights afterwards. All ranks see the same batches."""
     for step in steps:
-        step_on(model, optimizer, kind, step, ranks)
+        step_on(model, optimizer, kind, step, range(1))
     return whole_parameters(model)
 
 
@@ -225,18 +210,12 @@ def train_from(model, kind, *example):
 
 def train_sharded(kind, way):
     """All ranks see the same batches. The gaps to the whole model, and between starts; the weights."""
-    found = train_from(spread(make(kind), way), kind, traced(kind))
+    weights = train_from(spread(make(kind), way), kind, traced(kind))
     # Some are traced from the first batch, when there are gradients already.
-    example = () if kind in (Convolutional, Feedforward) else (traced(kind),)
-    rescaled = train_from(spread(make_unbalanced(kind), way), kind, *example)
+    example = () if kind is Convolutional or way == "tensor parallel" else (traced(kind),)
+    rescaled = train_from(spread(make_rescaled(kind, BITS), way), kind, *example)
     expected = train_from(make(kind), kind, traced(kind))
-    return {"whole": gap(found, expected, 1.0), "unbalanced": gap(rescaled, found, 1.0)}, found
-
-
-def train_from_powers_of_two():
-    """To the last bit."""
-    starts = make(Mlp), make_unbalanced(Mlp, powers_of_two=True)
-    return are_equal(*(train_from(fully_shard(model), Mlp, traced(Mlp)) for model in starts))
+    return {"whole": gap(weights, expected, 1.0), "unbalanced": gap(rescaled, weights, 1.0)}, weights
 
 
 def rescale_in_mid_training():
@@ -271,199 +250,24 @@ def balance_in_mid_training():
     return train(model, optimizer, Narrow, range(5, 7))
 
 
-def shard_too_late():
-    model = make(Mlp)
-    optimizer = BalancedMuon(model, traced(Mlp))
-    fully_shard(model)
-    loss_of(model, Mlp, 0, 0, FP64).backward()
-    with pytest.raises(PathError) as refused:
-        optimizer.step()
-    return str(refused.value)
-
-
 def train_everything():
     return {
         "trained": [train_sharded(*case) for case in TRAINED],
         "balanced": balance_in_mid_training(),
-        "refused": shard_too_late(),
     }
 
 
 def test_a_sharded_model_is_trained_as_the_whole_one():
     ranks = run_on_ranks(train_everything, 4)
-    for found in ranks:
-        for k, (case, (gaps, own)) in enumerate(zip(TRAINED, found["trained"], strict=True)):
+    for results in ranks:
+        for k, (case, (gaps, weights)) in enumerate(zip(TRAINED, results["trained"], strict=True)):
             assert gaps["whole"] <= 1e-9, case
             assert gaps["unbalanced"] <= 1e-9, case
-            assert are_equal(own, ranks[0]["trained"][k][1]), case
-        assert are_equal(found["balanced"], ranks[0]["balanced"])
-        assert "fully_shard" in found["refused"]
+            assert are_equal(weights, ranks[0]["trained"][k][1]), case
+        assert are_equal(results["balanced"], ranks[0]["balanced"])
 
 
-def train_rescaled():
-    return train_from_powers_of_two(), *rescale_in_mid_training()
-
-
-def test_a_sharded_model_is_trained_as_a_rescaled_one():
-    for are_same, to_balanced, to_none in run_on_ranks(train_rescaled, 2):
-        assert are_same
+def test_a_rescaling_in_mid_training_is_balanced():
+    for to_balanced, to_none in run_on_ranks(rescale_in_mid_training, 2):
         assert to_balanced <= 1e-9
         assert 1e-9 < to_none < 0.1
-
-
-# Copies (DistributedDataParallel)
-
-
-def train_copies():
-    """Each rank has a share of the batch. Nothing is communicated in a step."""
-    rank, found = dist.get_rank(), {}
-    own = range(rank, rank + 1)
-    with counted_numbers() as sent:
-        for kind in (Mlp, Convolutional):
-            ddp = DistributedDataParallel(model := make_unbalanced(kind))
-            train(ddp, BalancedMuon(ddp, traced(kind)), kind, range(STEPS), own)
-            found["wrapped before", kind.__name__] = whole_parameters(model)
-            # Weights of its own, until DDP sends those of rank 0.
-            torch.manual_seed(rank)
-            model = kind().double() if rank else make_unbalanced(kind)
-            optimizer = BalancedMuon(model, traced(kind))
-            train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
-            found["wrapped later", kind.__name__] = whole_parameters(model)
-            model = make_unbalanced(kind)
-            optimizer = BalancedMuon(model)  # traced from the first batch
-            train(DistributedDataParallel(model), optimizer, kind, range(STEPS), own)
-            found["traced later", kind.__name__] = whole_parameters(model)
-    return found, sum(map(len, sent.values()))
-
-
-def steps_of(rank):
-    """How many batches a rank has."""
-    return STEPS + 2 * rank
-
-
-def train_with_uneven_inputs():
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(model := make(Mlp))
-    optimizer = BalancedMuon(ddp, traced(Mlp))
-    with ddp.join():
-        train(ddp, optimizer, Mlp, range(steps_of(rank)), range(rank, rank + 1))
-    return whole_parameters(model)
-
-
-def train_with_uneven_inputs_in_one_process():
-    """A rank that has no batch any more has a gradient of 0."""
-    model = make(Mlp)
-    optimizer = BalancedMuon(model, traced(Mlp))
-    for step in range(steps_of(1)):
-        optimizer.zero_grad()
-        for rank in (1, 0):
-            if step < steps_of(rank):
-                (loss_of(model, Mlp, step, rank, FP64) / 2).backward()
-        optimizer.step()
-    return whole_parameters(model)
-
-
-def train_all_copies():
-    return *train_copies(), train_with_uneven_inputs()
-
-
-def test_copies_stay_equal_and_are_what_one_process_trains():
-    ranks = run_on_ranks(train_all_copies, 2)
-    expected = {}
-    for kind in (Mlp, Convolutional):
-        model = make_unbalanced(kind)
-        optimizer = BalancedMuon(model, traced(kind))
-        expected[kind.__name__] = train(model, optimizer, kind, range(STEPS), range(2))
-    uneven = train_with_uneven_inputs_in_one_process()
-    for found, calls, joined in ranks:
-        assert calls == 0
-        for case, own in found.items():
-            assert are_equal(own, ranks[0][0][case]), case
-            assert gap(own, expected[case[1]], 1.0) <= 1e-9, case
-        assert are_equal(joined, ranks[0][2])
-        assert gap(joined, uneven, 1.0) <= 1e-9
-
-
-# Checkpoints
-
-SAVED_AFTER = 7
-
-
-def states(model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def train_and_save(folder, distribute=fully_shard):
-    model = distribute(make_unbalanced(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    train(model, optimizer, Mlp, range(SAVED_AFTER))
-    dcp.save(states(model, optimizer), checkpoint_id=folder)
-    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-
-
-def load_and_train(folder, distribute=fully_shard):
-    """Into a model that had other weights."""
-    model = distribute(make(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    before = whole_parameters(model)
-    state = states(model, optimizer)  # takes a step without gradients, to see what state there is
-    assert are_equal(before, whole_parameters(model))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-
-
-def resume_in_any_order(distribute):
-    """Whether it goes on to the last bit, by the order in which all is made and loaded."""
-    model = distribute(make_unbalanced(Mlp))
-    optimizer = BalancedMuon(model, traced(Mlp))
-    train(model, optimizer, Mlp, range(SAVED_AFTER))
-    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    end = train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS))
-    found = {}
-    for order in (
-        ("weights", "optimizer", "state"), ("optimizer", "weights", "state"),
-        ("optimizer", "state", "weights"),
-    ):  # fmt: skip
-        model = distribute(make(Mlp))
-        for what in order:
-            if what == "weights":
-                model.load_state_dict(weights)
-            elif what == "optimizer":
-                optimizer = BalancedMuon(model, traced(Mlp))
-            else:
-                optimizer.load_state_dict(copy.deepcopy(state))
-        found[order] = are_equal(train(model, optimizer, Mlp, range(SAVED_AFTER, STEPS)), end)
-    return found
-
-
-def save_and_load(folder):
-    in_order = {**resume_in_any_order(fully_shard), "whole": resume_in_any_order(be_whole)}
-    return train_and_save(folder), load_and_train(folder), in_order
-
-
-def be_whole(model):
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_two_ranks_loads_on_one_two_and_four(tmp_path):
-    """On as many as it is of it goes on to the last bit."""
-    ranks = run_on_ranks(save_and_load, 2, str(tmp_path / "sharded"))
-    end = ranks[0][0]
-    for own, resumed, in_order in ranks:
-        assert are_equal(own, end)
-        assert are_equal(resumed, end)
-        whole = in_order.pop("whole")
-        assert all(in_order.values()), in_order
-        assert all(whole.values()), whole
-    of_one = train_and_save(tmp_path / "whole", be_whole)
-    assert are_equal(load_and_train(tmp_path / "whole", be_whole), of_one)
-    for others in (
-        [load_and_train(tmp_path / "sharded", be_whole)],
-        run_on_ranks(load_and_train, 4, str(tmp_path / "sharded")),
-        run_on_ranks(load_and_train, 2, str(tmp_path / "whole")),
-    ):
-        for found in others:
-            assert gap(found, end, 1.0) <= 1e-9

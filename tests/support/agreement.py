@@ -1,4 +1,4 @@
-"""By how much training on ranks differs from training in one process, of every optimizer after 50 steps.
+"""Differences between training on ranks and in one process, of every optimizer after 50 steps.
 
     PYTHONPATH=src:tests python -W ignore -m support.agreement [2|4]
 
@@ -17,32 +17,32 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support.ranks import run_on_ranks
-from support.sharded import Convolutional, Feedforward, Mlp, make, parallelize, traced, train
+from support.sharded import Convolutional, Decoder, Mlp, make, parallelize, traced, train
 
 STEPS = 50
-NAMES = ("PathMuon", "PathAdam", "PathSGD", "PathNormalized", "SGD", "AdamW")
+NAMES = ("BalancedMuon", "PathSGD", "AdamW on paths", "Adagrad on paths", "SGD", "AdamW")
 KINDS = {
     "DDP": (Mlp, Convolutional),
     "FSDP2": (Mlp, Convolutional),
-    "tensor parallel": (Feedforward,),
-    "both": (Feedforward,),
+    "tensor parallel": (Decoder,),
+    "both": (Decoder,),
 }
 
 
 def prepare():
-    for kind in (Mlp, Convolutional, Feedforward):
+    for kind in (Mlp, Convolutional, Decoder):
         traced(kind)
 
 
 def cases(way):
     for kind in KINDS[way]:
         for name in NAMES:
-            for dtype in (torch.float32, *([torch.float64] if name == "PathMuon" else [])):
+            for dtype in (torch.float32, *([torch.float64] if name == "BalancedMuon" else [])):
                 yield kind, name, dtype
 
 
 def train_everything(way):
-    world, found = dist.get_world_size(), []
+    world, results = dist.get_world_size(), []
     for kind, name, dtype in cases(way):
         model, rank = make(kind, dtype), dist.get_rank()
         if way == "DDP":
@@ -55,14 +55,14 @@ def train_everything(way):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
             fully_shard(parallelize(model, mesh["tensor"]), mesh=mesh["data"])
             rank = mesh.get_local_rank("data")
-        found.append(train(model, kind, name, range(rank, rank + 1), STEPS, dtype))
-    return found
+        results.append(train(model, kind, name, range(rank, rank + 1), STEPS, dtype))
+    return results
 
 
 def main(world):
     for way in KINDS if world == 4 else list(KINDS)[:-1]:
-        found = run_on_ranks(train_everything, world, way)[0]
-        for case, (losses, weights) in zip(cases(way), found, strict=True):
+        results = run_on_ranks(train_everything, world, way)[0]
+        for case, (losses, weights) in zip(cases(way), results, strict=True):
             kind, name, dtype = case
             shares = {"tensor parallel": 1, "both": 2}.get(way, world)
             whole_losses, whole = train(make(kind, dtype), kind, name, range(shares), STEPS, dtype)

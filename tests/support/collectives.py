@@ -1,4 +1,4 @@
-"""What is sent between ranks, counted."""
+"""Counts what is sent between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathsgd._torch import ALL_GATHER
 
 @contextmanager
 def counted_numbers():
-    """How many numbers every collective call sends that Python code asks for."""
+    """Counts the numbers that every collective call sends that Python code asks for."""
     names = (ALL_GATHER, "all_reduce", "broadcast", "all_to_all_single")
     sent = {name: [] for name in names}
     originals = {name: getattr(dist, name) for name in names}

@@ -30,7 +30,7 @@ SECONDS = 200
 
 
 def run_on_ranks(function, world=2, *arguments, kill_at=()):
-    """What ``function(*arguments)`` returns on each rank: tensors, numbers, strings, lists and dicts of them.
+    """Calls ``function(*arguments)`` on each rank; it returns tensors, numbers, strings, lists and dicts.
 
     Args:
         function: at the top of its file.
@@ -141,7 +141,7 @@ def _start(function, rank, world, folder, store):
 
 
 def _wait_for(path, end):
-    """For the file, and some moments more; not if a rank has failed."""
+    """Waits for the file, and some moments more; not if a rank has failed."""
     look = os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
     while not Path(path).exists() and os.waitid(*look) is None and time.monotonic() < end:
         time.sleep(0.001)
@@ -149,7 +149,7 @@ def _wait_for(path, end):
 
 
 def _wait(ranks, end):
-    """For all to end; the status of each. Those that would wait for one that failed are ended, too."""
+    """Waits for all to end; the status of each. Those that would wait for one that failed are ended, too."""
     left, statuses = set(ranks), {}
     while left and not any(statuses.values()) and time.monotonic() < end:
         child, statuses[child] = os.waitpid(-1, os.WNOHANG)

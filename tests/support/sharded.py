@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -19,15 +18,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd import PathAdam, PathMuon, PathNormalized, PathSGD
+from pathsgd import BalancedMuon, PathNormalized, PathSGD
+from pathsgd.balance.rescale import apply_factors
+from pathsgd.graph.unit_classes import unit_classes_of
 
 OPTIMIZERS = {
-    "PathMuon": lambda m, g: PathMuon(m, g, lr=0.02, weight_decay=0.1),
-    "PathAdam": lambda m, g: PathAdam(m, g, lr=0.02, weight_decay=0.1),
-    "PathSGD, relative": lambda m, g: PathSGD(m, g, lr=0.02, momentum=0.9, relative=True),
+    "BalancedMuon": lambda m, g: BalancedMuon(m, g, weight_decay=0.1),
     "PathSGD": lambda m, g: PathSGD(m, g, lr=1e-3, momentum=0.9, weight_decay=0.1),
-    "PathSGD, p=1": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.9, nesterov=True, p=1, refresh_every=2),
-    "PathNormalized": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3, weight_decay=0.1),
+    "PathSGD, p=1": lambda m, g: PathSGD(m, g, lr=1e-4, momentum=0.9, nesterov=True, p=1),
+    "AdamW on paths": lambda m, g: PathNormalized(torch.optim.AdamW, m, g, lr=1e-3, weight_decay=0.1),
+    "Adagrad on paths": lambda m, g: PathNormalized(torch.optim.Adagrad, m, g, lr=1e-3),
     "SGD": lambda m, g: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
     "AdamW": lambda m, g: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
 }
@@ -44,7 +44,7 @@ class Mlp(nn.Sequential):
 
 
 class Convolutional(nn.Sequential):
-    """With batch norm, whose statistics every rank has of its own, and an uneven number of channels."""
+    """A network with batch norm, whose statistics differ between ranks, and an uneven number of channels."""
 
     example = (4, 3, 4, 4)
 
@@ -55,61 +55,25 @@ class Convolutional(nn.Sequential):
         )  # fmt: skip
 
 
-class Deep(nn.Sequential):
-    """So many layers that norms take a part of the step."""
-
-    example = (4, 5)
-
-    def __init__(self):
-        layers = [layer for _ in range(12) for layer in (nn.Linear(5, 5), nn.LayerNorm(5), nn.GELU())]
-        super().__init__(*layers, nn.Linear(5, 3))
-
-
-class Feedforward(nn.Module):
-    """The least that is tensor and sequence parallel."""
-
-    example = (2, 4, 8)
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.head(self.norm(self.mlp(x)))
-
-
-class Attention(nn.Module):
-    """Heads are counted by what a rank holds of the queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-        self.out = nn.Linear(8, 8)
-
-    def forward(self, x):
-        heads = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-
-
 class Decoder(nn.Module):
-    """As those are written that are tensor parallel."""
+    """A decoder as those are written that are tensor parallel: a rank has as many heads as it has of the
+    queries. The gradient of a key's bias would be rounding."""
 
     example = (4, 4)
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(6, 8)
-        self.attention_norm, self.attention = nn.LayerNorm(8), Attention()
-        self.mlp_norm = nn.LayerNorm(8)
-        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 6)
+        self.embedding, self.norms = nn.Embedding(6, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8, bias=k != 1) for k in range(4))
+        self.mlp, self.head = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)), nn.Linear(8, 6)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        x = x + self.attention(self.attention_norm(x))
-        x = x + self.mlp(self.mlp_norm(x))
-        return self.head(self.norm(x))
+        y = self.norms[0](x)
+        heads = (f(y).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norms[1](x))
+        return self.head(self.norms[2](x))
 
 
 def shard(model, blocks):
@@ -122,28 +86,30 @@ def shard(model, blocks):
 
 def parallelize(model, mesh):
     """Tensor parallel with sequence parallel norms, whose gradients are sums over ranks."""
-    sharded, gathered = {"input_layouts": Shard(1)}, {"desired_input_layouts": Replicate()}
+    columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     plan = {
-        "mlp.0": ColwiseParallel(),
-        "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(**sharded, output_layouts=Replicate()),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norms.*": SequenceParallel(),
+        **dict.fromkeys(("query", "key", "value", "mlp.0"), columns),
+        **dict.fromkeys(("out", "mlp.2"), rows),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    if isinstance(model, Decoder):
-        plan |= {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "attention": PrepareModuleInput(**sharded, **gathered),
-            **dict.fromkeys(("attention.query", "attention.key", "attention.value"), ColwiseParallel()),
-            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-            "mlp": PrepareModuleInput(**sharded, **gathered),
-            **dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel()),
-        }
     return parallelize_module(model, mesh, plan)
 
 
 def make(kind, dtype=torch.float64):
     torch.manual_seed(0)
     return kind().double().to(dtype)
+
+
+def make_rescaled(kind, exponent, powers_of_two=False, dtype=torch.float64):
+    """Every unit times 2 to the power of up to +-exponent."""
+    model, units = make(kind, dtype), unit_classes_of(traced(kind))
+    drawn = torch.rand(units.count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = exponent * (2 * drawn - 1)
+    factors = torch.exp2(drawn.round() if powers_of_two else drawn)
+    apply_factors(traced(kind).tensors(model), units, factors)
+    return model
 
 
 @functools.cache
@@ -167,18 +133,16 @@ def loss_of(model, kind, step, rank, dtype):
     return (y - target.to(dtype)).square().mean()
 
 
-def step_on(model, optimizer, kind, step, ranks, dtype=torch.float64):
-    """A step on the mean over the batches of these ranks, and the losses of each, from the last to the first.
-
-    The last rank's gradient is the first of the sum, as gloo adds up those of two.
-    """
+def step_on(model, optimizer, kind, step, ranks, dtype=torch.float64, count=None):
+    """A step on the mean over the batches of these ranks, and the losses of each, from the last to the first:
+    gloo adds up the gradients of two in this order. ``count``: over how many it is the mean."""
     optimizer.zero_grad()
     buffers, losses = copy.deepcopy(dict(model.named_buffers())), []
     for rank in reversed(ranks):
         model.load_state_dict(buffers, strict=False)
         losses.append(loss_of(model, kind, step, rank, dtype))
-        (losses[-1] / len(ranks)).backward()
-    if step % 2 and not getattr(optimizer, "relative", True):
+        (losses[-1] / (count or len(ranks))).backward()
+    if step % 2 and isinstance(optimizer, (PathSGD, PathNormalized)):
         pathsgd.clip_path_grad_norm_(optimizer, 1e-3)
     optimizer.step()
     return torch.stack(losses).detach()
@@ -195,3 +159,7 @@ def whole_parameters(model):
     return [
         p.full_tensor().detach() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()
     ]
+
+
+def are_equal(tensors, others):
+    return all(map(torch.equal, tensors, others))

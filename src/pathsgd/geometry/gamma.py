@@ -21,7 +21,7 @@ from pathsgd.graph.nodes import Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.trace import Example, trace
-from pathsgd.sharding import any_sharded, is_sharded, local_part, place_like, shards_of
+from pathsgd.sharding import is_sharded, local_part, place_like, shards_of
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,7 @@ def measure_gammas(
     if looks and not is_in_range(network):
         network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks)
         found = measure(network)
-        if not any_sharded(kept.values()):
-            check_range(network, network.find_multiplied(), backward=True)
+        check_range(network, network.find_multiplied(), backward=True)
     whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
     parts = {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()}
     return Gammas(parts, network.arithmetic.centered)

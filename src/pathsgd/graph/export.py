@@ -10,11 +10,10 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from pathsgd._torch import (
@@ -27,6 +26,9 @@ from pathsgd._torch import (
 from pathsgd.errors import DataDependentError, TraceError
 from pathsgd.graph.restoring import restore_modules
 from pathsgd.graph.rules import RULES
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 def export_at_batch_one(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
 
 from pathsgd._torch import is_pointwise, operator_schema
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
@@ -16,6 +14,9 @@ from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
 from pathsgd.graph.rules import RULES, Call, why_it_ends
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 LARGEST_LITERAL = 1 << 16
 
@@ -69,13 +70,13 @@ class _Lowering:
             return
         shape = tuple(map(int, value.shape))
         target = own_name(spec.target or "")
-        if spec.kind == InputKind.PARAMETER:
+        if spec.kind.name == "PARAMETER":
             if node.users:
                 self.builder.read.add(self.names[target])
             self.values[node] = Weight(shape, Stored(shape, self.names[target]))
         elif target in self.buffers and value.is_floating_point():
             self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")
-        elif spec.kind == InputKind.USER_INPUT and value.is_floating_point():
+        elif spec.kind.name == "USER_INPUT" and value.is_floating_point():
             self.values[node] = self.builder.begin(shape, "input")
         else:
             self.values[node] = self._literal(spec.target or "", shape, value)
@@ -128,10 +129,10 @@ class _Lowering:
         for spec, result in zip(specs, results, strict=True):
             value = self.values.get(result) if isinstance(result, fx.Node) else None
             value = value[0] if isinstance(value, list) and value else value
-            if spec.kind == OutputKind.USER_OUTPUT:
+            if spec.kind.name == "USER_OUTPUT":
                 returned.append(value)
             if isinstance(value, Paths):
-                if spec.kind != OutputKind.USER_OUTPUT:
+                if spec.kind.name != "USER_OUTPUT":
                     self.builder.end(value, "written to a buffer")
             elif isinstance(value, (Weight, Unknown)):
                 self.builder.end(value, "returned by the model")

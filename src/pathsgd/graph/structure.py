@@ -1,4 +1,4 @@
-"""What is known of a traced network: its nodes, where paths end, and its parameters. Names and integers only."""
+"""The structure of a traced network: nodes, ends of paths, parameters. Names and integers only."""
 
 from __future__ import annotations
 

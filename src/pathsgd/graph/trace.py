@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
-from pathsgd._torch import is_about_values
+from pathsgd._torch import finish_uncompiled, is_about_values
 from pathsgd.errors import TraceError
 from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.sharding import is_sharded, whole_parameters
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def trace(
         graph = _lower(model, program, notes)
     graph.in_training.folded, graph.folded  # noqa: B018  found here, so that a compiled step finds them
     remember_model(graph, model)
+    finish_uncompiled()
     return graph
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from pathsgd._torch import foreach
+from pathsgd._torch import foreach, keep_uncompiled
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.muon.block_table import BlockTable
@@ -157,7 +157,7 @@ class BalancedMuon(Optimizer):
         self._upkeep.start()
         return self._upkeep
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # every step would be compiled again
+    @keep_uncompiled  # every step would be compiled again
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs a single optimization step.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pathsgd._torch import is_capturing
+from pathsgd._torch import is_capturing, keep_uncompiled
 
 KEY = "steps_without_schedule"
 """In the groups, so that it is saved with them."""
@@ -37,7 +37,7 @@ class DefaultRate:
         for group in groups:
             group[KEY] = 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every rate
+    @keep_uncompiled  # it would be compiled again for every rate
     def before_step(self, groups: Groups) -> None:
         """Looks whether the rates are still as they were left."""
         rates = [group["lr"] for group in groups]
@@ -56,7 +56,7 @@ class DefaultRate:
                 stacklevel=5,
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @keep_uncompiled
     def after_step(self, groups: Groups) -> None:
         if self.is_ours and self._counts:
             for group in groups:

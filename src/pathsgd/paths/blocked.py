@@ -38,7 +38,8 @@ class BlockedChain:
                 if rows:
                     self.into[k + 1].zero_()
                     if bias is not None:
-                        self.into[k + 1] += _raise(bias.parameter.detach().to(torch.float64, copy=True), p)
+                        powers = bias.parameter.detach().to(torch.float64, copy=True)
+                        self.into[k + 1] += _raise(powers, p)
                 if columns:
                     self.out[k - 1].zero_()
                 self._sum(k, weight.parameter.detach(), p, rows, columns)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pathsgd._torch import tree_map
+from pathsgd._torch import keep_uncompiled, tree_map
 from pathsgd.errors import DataDependentError, PathError
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.report import explain_small_share
@@ -143,7 +143,7 @@ class _Recorder:
     def __init__(self, owner: LazyGraph | None = None) -> None:
         self.owner = None if owner is None else weakref.ref(owner)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, as any hook of Python is
+    @keep_uncompiled  # a graph break, as any hook of Python is
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         owner = None if self.owner is None else self.owner()
         if owner is not None:

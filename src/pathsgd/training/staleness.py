@@ -105,12 +105,13 @@ class ModelTensors:
                     "added since, as fully_shard does); make the optimizer again"
                 )
 
-    def __getstate__(self) -> dict[str, nn.Module]:
-        return {"model": self.model}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "is_same": self.is_same_structure()}
 
-    def __setstate__(self, state: dict[str, nn.Module]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         ModelTensors.__init__(self, state["model"])
-        self.remember_structure()
+        if state["is_same"]:
+            self.remember_structure()
 
 
 def find_versions(tensors: Tensors) -> list[Version]:
