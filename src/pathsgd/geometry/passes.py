@@ -18,7 +18,7 @@ from pathsgd.geometry.operations.apply import adjoint, apply
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.graph.edge_weights import Tensors, signed_weights
 from pathsgd.graph.nodes import Add, Begin, Cat, Conv, Linear, Multiply, Square, Weighted
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.structure import Structure
 
 Values = dict[int, Scaled]
 
@@ -34,7 +34,7 @@ COMPUTED = (Linear, Conv, Multiply, Add, Square, Cat)
 class PoweredNetwork:
     """The powered network of one graph with one set of tensors."""
 
-    graph: PathGraph
+    graph: Structure
     tensors: Tensors
     arithmetic: Arithmetic
     looks: bool = False

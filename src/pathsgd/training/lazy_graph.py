@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pathsgd._torch import keep_uncompiled, tree_map
+from pathsgd._torch import finish_uncompiled, keep_uncompiled, tree_map
 from pathsgd.errors import DataDependentError, PathError
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
 from pathsgd.graph.report import explain_small_share
@@ -85,6 +85,7 @@ class LazyGraph:
             self._handle = None
 
     def _add_hook(self) -> None:
+        finish_uncompiled()  # the model may be compiled before it is traced
         self._handle = self.model.register_forward_hook(_Recorder(self), with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
