@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import BalancedMuon
-from pathsgd.geometry.rescale import apply_factors
+from pathsgd.balance.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
-from pathsgd.muon import balanced_muon, upkeep
+from pathsgd.muon import balanced_muon, round, upkeep
 from support import cases, networks
 
 # Starts that have no minimum of their own, or that are far from any
@@ -311,7 +311,7 @@ def test_balanced_muon_from_every_start(network):
 @pytest.mark.parametrize("network", EVERY, **by_name)
 def test_balanced_muon_when_a_copy_is_rescaled_in_mid_training(network, monkeypatch):
     """Before the third step and, after a round of upkeep, before the fifth."""
-    monkeypatch.setattr(upkeep, "EVERY", 3)
+    monkeypatch.setattr(round, "EVERY", 3)
     options = {"steps": 6, "rescaled_at": (2, 4), "rescaled_first": False}
     assert difference(network, "BalancedMuon", "log-normal", "one unit", **options) <= bound(network)
 
@@ -319,7 +319,7 @@ def test_balanced_muon_when_a_copy_is_rescaled_in_mid_training(network, monkeypa
 @pytest.mark.parametrize("network", EVERY, **by_name)
 def test_powers_of_two_give_the_same_bits(network, monkeypatch):
     """In fp32, at the start and in mid-training."""
-    monkeypatch.setattr(upkeep, "EVERY", 3)
+    monkeypatch.setattr(round, "EVERY", 3)
     options = {"steps": 6, "rescaled_at": (2, 4), "dtype": torch.float32}
     assert difference(network, "BalancedMuon", "powers of two", **options) == 0
 

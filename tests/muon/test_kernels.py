@@ -181,7 +181,7 @@ def states(optimizer, p):
 
 @torch.no_grad()
 def unbalance_a_little(model, kept):
-    from pathsgd.geometry.rescale import apply_factors
+    from pathsgd.balance.rescale import apply_factors
 
     generator = torch.Generator().manual_seed(0)
     factors = torch.exp(0.3 * torch.randn(kept.units.count, generator=generator, dtype=torch.float64))

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pathsgd
-from pathsgd import BalancedMuon, PathError, PathMuon
+from pathsgd import BalancedMuon, PathError
 from pathsgd.muon import upkeep
 
 TARGETS = torch.arange(24) % 4

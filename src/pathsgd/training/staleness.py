@@ -109,6 +109,7 @@ class ModelTensors:
 
     def __setstate__(self, state: dict[str, nn.Module]) -> None:
         ModelTensors.__init__(self, state["model"])
+        self.remember_structure()
 
 
 def find_versions(tensors: Tensors) -> list[Version]:

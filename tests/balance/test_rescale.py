@@ -12,7 +12,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.geometry.unit_groups import unit_groups
+from pathsgd.graph.unit_groups import find_unit_groups
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
 
@@ -90,7 +90,7 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
     units = unit_classes_of(graph)
     logs = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)
     families = []
-    for group in unit_groups(graph):
+    for group in find_unit_groups(graph):
         parts = [
             (q.rows(graph.tensors(model), torch.float64).detach().abs(), q.tails(units)) for q in group.parts
         ]

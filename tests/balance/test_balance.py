@@ -14,10 +14,10 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathError
-from pathsgd.geometry import class_edges, least_mu
-from pathsgd.geometry.balance import find_balancing_factors, find_rows, measure_mu
-from pathsgd.geometry.class_edges import ClassFactors
-from pathsgd.geometry.rescale import apply_factors
+from pathsgd.balance import class_edges, least_mu
+from pathsgd.balance.balance import find_balancing_factors, find_rows, measure_mu
+from pathsgd.balance.class_edges import ClassFactors
+from pathsgd.balance.rescale import apply_factors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support import cases, networks
 

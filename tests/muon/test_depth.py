@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pathsgd import PathAdam, PathMuon, PathNormalized, trace
 from pathsgd.optim.relative import depth as depth_module
-from pathsgd.optim.relative.blocks import find_blocks
-from pathsgd.optim.relative.depth import find_depths
+from pathsgd.muon.blocks import find_blocks
+from pathsgd.muon.depth import find_depths
 
 
 def find_most(model, x):

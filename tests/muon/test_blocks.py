@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.optim.relative.blocks import find_blocks
+from pathsgd.muon.blocks import find_blocks
 
 
 def blocks_of(model, *shape, tokens=False):
