@@ -1,9 +1,8 @@
-"""rescale, unbalance, balance and equivalence leave the function as it is, on networks people train."""
+"""rescale, unbalance and balance leave the function as it is, on networks people train."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 
 import pytest
@@ -12,17 +11,11 @@ from torch import nn
 
 import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
-from pathsgd.graph.unit_groups import find_unit_groups
 from pathsgd.graph.unit_classes import unit_classes_of
-from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
+from pathsgd.graph.unit_groups import find_unit_groups
+from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build, traced
 
 ONE_REGION = [n for n in NETWORKS if n.__name__ != "Transformer"]
-
-
-@functools.cache
-def traced(network):
-    """The graph is the same for every model of a kind; tracing takes longer than a test."""
-    return pathsgd.trace(*build(network))
 
 
 def difference(a, b):
@@ -184,33 +177,6 @@ def test_unbalance_is_the_papers():
     again = copy.deepcopy(original)
     pathsgd.unbalance(again, units=200, generator=torch.Generator().manual_seed(1))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_equivalence_gives_factors_that_prove_it(network):
-    model, x = build(network)
-    other = copy.deepcopy(model)
-    pathsgd.unbalance(other, traced(network), units=30)
-    proof = pathsgd.rescaling_equivalent(model, other, x)
-    assert proof
-    pathsgd.rescale(model, traced(network), proof.factors)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-12)
-
-
-def test_equivalence_says_no():
-    model, x = build(Mlp)
-    for name in ("0.weight", "2.bias", "4.bias"):
-        other = copy.deepcopy(model)
-        pathsgd.unbalance(other, x)
-        other.get_parameter(name).data.view(-1)[0] *= 1 + 1e-6
-        found = pathsgd.rescaling_equivalent(model, other, x)
-        assert not found
-        assert found.reason
-    flipped = copy.deepcopy(model)
-    flipped[0].weight.data[0] *= -1
-    assert not pathsgd.rescaling_equivalent(model, flipped, x)
-    assert not pathsgd.rescaling_equivalent(model, nn.Sequential(nn.Linear(6, 4)).double(), x)
 
 
 def test_balance_leaves_dead_units_alone():
