@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pathsgd.optim.relative import muon
-from pathsgd.optim.relative.muon import iterate, iterate_gram, make_diagonal, orthogonalize
+from pathsgd.muon import orthogonalize as module
+from pathsgd.muon.orthogonalize import (
+    iterate,
+    iterate_gram,
+    make_diagonal,
+    orthogonalize,
+    orthogonalize_all,
+)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 5), (1, 64, 64)])
@@ -81,7 +87,7 @@ def test_by_gram_matrices_it_is_the_same(rank, wide):
 def test_long_matrices_take_gram_matrices(monkeypatch, shape):
     matrices = torch.randn(shape, dtype=torch.float64)
     found = orthogonalize(matrices, torch.float64)
-    monkeypatch.setattr(muon, "LONG", 1000)
+    monkeypatch.setattr(module, "LONG", 1000)
     expected = orthogonalize(matrices, torch.float64)
     assert not torch.equal(found, expected)  # the order of the sums is another one
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
@@ -102,3 +108,21 @@ def test_with_another_blas_it_is_the_same(monkeypatch):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda available=available: available)
         found.append(orthogonalize(matrices, torch.float64))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_blocks_of_one_shape_are_computed_together_and_as_each_alone():
+    """Their entries have root mean square 1; kernels are matrices of all their places."""
+    blocks = [
+        torch.randn(4, 6),
+        torch.randn(3, 2, 2),
+        torch.randn(4, 6),
+        torch.zeros(4, 6),
+        torch.randn(3, 4),
+    ]
+    directions = orthogonalize_all(blocks)
+    for block, direction in zip(blocks, directions, strict=True):
+        assert direction.shape == block.shape
+        alone = orthogonalize(block.reshape(1, len(block), -1), torch.float32)[0].reshape(block.shape)
+        if block.any():
+            alone = alone / alone.square().mean().sqrt()
+        torch.testing.assert_close(direction, alone, rtol=1e-5, atol=1e-6)
