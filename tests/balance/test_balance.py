@@ -60,7 +60,7 @@ def build_balanced(name):
 
 
 def largest_difference(a, b):
-    """Of weights, each relative to itself."""
+    """The largest over all weights, each relative to itself."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max(((p - q).abs() / p.abs().clamp(min=1e-300)).max().item() for p, q in pairs if p.numel())
 
@@ -70,8 +70,8 @@ def are_equal(a, b):
 
 
 def computes_the_same(a, b, x):
-    expected, found = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
-    return bool((found - expected).abs().max() <= 1e-12 * expected.abs().max())
+    expected, result = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
+    return bool((result - expected).abs().max() <= 1e-12 * expected.abs().max())
 
 
 # One network for all
@@ -81,9 +81,9 @@ def computes_the_same(a, b, x):
 @pytest.mark.parametrize("name", EVERY)
 def test_all_rescalings_become_one_network(name, kind):
     model, x, graph = build(name)
-    found = balanced(rescaled(model, graph, kind), graph)
-    assert largest_difference(build_balanced(name), found) <= (0 if kind == "powers of two" else 1e-11)
-    assert computes_the_same(model, found, x)
+    result = balanced(rescaled(model, graph, kind), graph)
+    assert largest_difference(build_balanced(name), result) <= (0 if kind == "powers of two" else 1e-11)
+    assert computes_the_same(model, result, x)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -110,10 +110,10 @@ def test_factors_of_2_to_the_100_in_fp32():
 )
 def test_every_order_and_twice(name, orders):
     model, x, graph = build(name)
-    found = balanced(model, graph, *orders)
-    assert largest_difference(found, balanced(rescaled(model, graph, "log-normal"), graph, *orders)) <= 1e-11
-    assert are_equal(found, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
-    assert computes_the_same(model, found, x)
+    result = balanced(model, graph, *orders)
+    assert largest_difference(result, balanced(rescaled(model, graph, "log-normal"), graph, *orders)) <= 1e-11
+    assert are_equal(result, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
+    assert computes_the_same(model, result, x)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         once = balanced(copy.deepcopy(model).to(dtype), graph, *orders)
         assert are_equal(once, balanced(once, graph, *orders)), dtype
@@ -126,10 +126,10 @@ def test_matrices_and_lists_of_edges_agree(name, orders, monkeypatch):
     expected = balanced(model, graph, *orders)
     monkeypatch.setattr(class_edges, "SMALL", 0)
     monkeypatch.setattr(class_edges, "CHUNK", 20)
-    found = balanced(model, graph, *orders)
-    assert largest_difference(expected, found) <= 1e-12
-    assert are_equal(found, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
-    assert are_equal(found, balanced(found, graph, *orders))
+    result = balanced(model, graph, *orders)
+    assert largest_difference(expected, result) <= 1e-12
+    assert are_equal(result, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
+    assert are_equal(result, balanced(result, graph, *orders))
 
 
 # The minimum
@@ -170,11 +170,11 @@ def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     optimizer.step(closure)
     expected = find_mu().item()
     model = copy.deepcopy(model)
-    found = pathsgd.balance(model, graph, p, q)
-    assert found == pytest.approx(expected, rel=1e-10)
-    assert found <= expected * (1 + 1e-13)
+    result = pathsgd.balance(model, graph, p, q)
+    assert result == pytest.approx(expected, rel=1e-10)
+    assert result <= expected * (1 + 1e-13)
     stored = {n: graph.tensors(model)[n] for n in units.parameters}
-    assert found == measure_mu(stored, p, q, rows)
+    assert result == measure_mu(stored, p, q, rows)
 
 
 @pytest.mark.parametrize("name", [networks.Mlp, networks.SmallResNet, networks.Transformer, Squares])
@@ -231,10 +231,10 @@ def mlp_of(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_rescaled_by_powers_of_two_and_the_function_stays_to_the_bit(dtype):
     model, x = mlp_of(dtype), torch.randn(5, 6, dtype=dtype)
-    found = balanced(model, None)
-    assert torch.equal(found(x), model(x))
-    assert not are_equal(found, model)
-    for p, q in zip(found.parameters(), model.parameters(), strict=True):
+    result = balanced(model, None)
+    assert torch.equal(result(x), model(x))
+    assert not are_equal(result, model)
+    for p, q in zip(result.parameters(), model.parameters(), strict=True):
         assert set(torch.frexp(p.double() / q.double()).mantissa.flatten().tolist()) == {0.5}
 
 
@@ -268,11 +268,11 @@ class Mixed(nn.Module):
 def test_gains_in_fp32_beside_matrices_of_16_bits():
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(3, 6)
-    found = balanced(model, pathsgd.trace(model, x))
-    assert torch.equal(found(x), model(x))
-    for p, q in zip(found.parameters(), model.parameters(), strict=True):
+    result = balanced(model, pathsgd.trace(model, x))
+    assert torch.equal(result(x), model(x))
+    for p, q in zip(result.parameters(), model.parameters(), strict=True):
         assert (p[q != 0] / q[q != 0]).log2().frac().any().item() is False
-    assert found.norm.weight.max() < 37
+    assert result.norm.weight.max() < 37
 
 
 # What is refused, and what stays
@@ -323,10 +323,10 @@ def test_a_unit_that_fades_keeps_a_share_of_its_layer():
     model = stack(6, 8, 3).double()
     with torch.no_grad():
         model[2].weight[:, 0] *= 1e-40
-    found = balanced(model, None)
-    norms = torch.cat([found[0].weight, found[0].bias[:, None]], 1).norm(dim=1)
+    result = balanced(model, None)
+    norms = torch.cat([result[0].weight, result[0].bias[:, None]], 1).norm(dim=1)
     assert norms[0].item() == pytest.approx(2.0**-20 * norms.mean().item(), rel=1e-6)
-    assert are_equal(found, balanced(found, None))
+    assert are_equal(result, balanced(result, None))
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Sigmoid())])
@@ -344,8 +344,8 @@ def test_many_units_without_weights_take_no_longer(monkeypatch):
         model[0].weight[0] = model[2].weight[0, 0] = model[4].weight[0, 0] = 1
     calls = []
     for name in ("_choose", "_learn"):
-        own = getattr(least_mu, name)
-        monkeypatch.setattr(least_mu, name, lambda *a, own=own: (calls.append(1), own(*a))[1])
+        function = getattr(least_mu, name)
+        monkeypatch.setattr(least_mu, name, lambda *a, f=function: (calls.append(1), f(*a))[1])
     balanced(model, None)
     assert len(calls) < 20
 

@@ -30,7 +30,7 @@ def test_its_factors_prove_it(network):
 @pytest.mark.parametrize("change", [1 + 1e-6, -1.0, 0.0])
 @pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.bias"])
 def test_one_other_weight_is_noticed(name, change):
-    """Where a sign or a zero has changed there are no factors, but its parameter is named."""
+    """A parameter in which a sign or a zero has changed is named."""
     model, x = build(Mlp)
     other = copy.deepcopy(model)
     pathsgd.unbalance(other, x)
@@ -64,7 +64,7 @@ DEAD = [starts.DeadChain, starts.LowRank]
 
 @pytest.mark.parametrize("network", [Mlp, PreActivation, Recurrent, UNet, starts.Squares, *DEAD])
 def test_factors_are_read_as_equations_are_solved(network):
-    """``log |after / before| = t_head - degree t_tail`` for all weights that are not zero, by least squares."""
+    """``log |after / before| = t_head - degree t_tail`` for all weights but zeros, by least squares."""
     model, _ = starts.build(network)
     graph = starts.traced(network)
     units = unit_classes_of(graph)

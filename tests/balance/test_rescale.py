@@ -24,8 +24,8 @@ def difference(a, b):
 
 def invariants(model, graph, p=2):
     """w^2 gamma of every edge, in one vector."""
-    found = measure_gammas(graph, graph.tensors(model), p)
-    return torch.cat([(w.detach() ** 2 * found[n].dense()).flatten() for n, w in model.named_parameters()])
+    result = measure_gammas(graph, graph.tensors(model), p)
+    return torch.cat([(w.detach() ** 2 * result[n].dense()).flatten() for n, w in model.named_parameters()])
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -91,14 +91,14 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
 
     def unit_norms():
         free = torch.cat([torch.zeros(1, dtype=torch.float64), logs[1:]])
-        found = []
+        result = []
         for heads, parts in families:
             sums = sum(
                 (weights * torch.exp(free[heads][:, None] - free[tails])).pow(p).sum(1)
                 for weights, tails in parts
             )
-            found.append(sums.clamp(min=1e-300).log() / p)
-        return torch.cat(found)
+            result.append(sums.clamp(min=1e-300).log() / p)
+        return torch.cat(result)
 
     for sharpness in (30, 1000, 10000):
         optimizer = torch.optim.LBFGS([logs], max_iter=200, line_search_fn="strong_wolfe", history_size=20)
@@ -110,10 +110,10 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
             return loss
 
         optimizer.step(closure)
-    found = unit_norms().max().exp().item()
+    result = unit_norms().max().exp().item()
     reached = pathsgd.balance(model, graph, p, q=math.inf)
-    assert reached <= found * (1 + 1e-12)
-    assert reached == pytest.approx(found, rel=2e-3)
+    assert reached <= result * (1 + 1e-12)
+    assert reached == pytest.approx(result, rel=2e-3)
 
 
 def test_units_are_tied_as_the_network_ties_them():

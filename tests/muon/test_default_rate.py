@@ -68,8 +68,8 @@ def test_a_scheduler_starts_from_the_default():
     model = network()
     optimizer = BalancedMuon(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / 10)
-    found = train(model, optimizer, 5, scheduler)
-    assert found == pytest.approx([DEFAULT * (1 - k / 10) for k in range(5)])
+    result = train(model, optimizer, 5, scheduler)
+    assert result == pytest.approx([DEFAULT * (1 - k / 10) for k in range(5)])
 
 
 def test_a_rate_that_is_set_by_hand_stays():
@@ -124,8 +124,8 @@ def test_resumed_it_goes_on(resume, after):
     optimizer = BalancedMuon(model)
     train(model, optimizer, after)
     again = resume(model, optimizer)
-    expected, found = train(model, optimizer, 7), train(*again, 7)
-    assert found == expected == falling(after, after + 7)
+    expected, result = train(model, optimizer, 7), train(*again, 7)
+    assert result == expected == falling(after, after + 7)
     for one, other in zip(model.parameters(), again[0].parameters(), strict=True):
         assert torch.equal(one, other)
 

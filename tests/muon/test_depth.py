@@ -1,4 +1,4 @@
-"""How many layers lie in sequence, across what, and which part of a step each takes."""
+"""Layers in sequence: their number, across anything that does not end it, and the part of a step each takes."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_networks_side_by_side_have_depths_of_their_own():
     ],
 )
 def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
-    """By the angle that a step turns one of them by."""
+    """Measured on one of them, in balanced weights."""
     torch.manual_seed(0)
     model = stack(39, activation, norm).double()
     for layer in model:
@@ -251,7 +251,7 @@ def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
             nn.init.zeros_(layer.bias)
     x = torch.randn(32, 6, dtype=torch.float64)
     optimizer = BalancedMuon(model, x[:1], lr=0.01)
-    before = model[3 * 20].weight.detach().clone()  # balanced
+    before = model[3 * 20].weight.detach().clone()
     model(x).square().sum().backward()
     optimizer.step()
     cosine = F.cosine_similarity(before.flatten(), model[3 * 20].weight.detach().flatten(), dim=0)

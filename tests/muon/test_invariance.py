@@ -127,7 +127,7 @@ def test_with_every_option(options):
 
 
 def test_a_network_of_300_layers():
-    """By any optimizer, too: weights are the same after balancing."""
+    """Any optimizer trains it alike: weights are the same after balancing."""
     graph = traced(Deep)
     model, x = build(Deep)
     other = starts.rescaled(model, graph, "log-normal")

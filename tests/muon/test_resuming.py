@@ -161,7 +161,7 @@ def test_copies_of_model_and_optimizer_together_go_on_alike(copied):
     ("key", "message"), [("unit_scales", "state of PathMuon"), (None, "state of another optimizer")]
 )
 def test_the_state_of_another_optimizer_is_refused(key, message):
-    """Of one that is no more, too: files outlive it."""
+    """PathMuon's, too, which is no more: files outlive it."""
     model, x = build()
     other = make(model) if key else torch.optim.AdamW(model.parameters())
     train(model, other, x)

@@ -104,7 +104,7 @@ def test_what_has_no_scale_does_not_grow(monkeypatch):
 
 @pytest.mark.parametrize("lr", [0.01, 0.04, 0.1])
 def test_a_step_turns_by_lr(lr):
-    """By sqrt(2 / 3) of it: three layers in sequence share the step."""
+    """Three layers in sequence share the step: each turns by sqrt(2 / 3) of it."""
     before, after = step(*build(Mlp, lr=lr))
     for name in ("0.weight", "2.weight"):
         assert angle(before[name], after[name]) == pytest.approx(lr * math.sqrt(2 / 3), rel=0.1), name

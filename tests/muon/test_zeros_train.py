@@ -1,4 +1,4 @@
-"""What starts at zero trains: a last layer, residual branches, an adapter."""
+"""Layers that start at zero train: a last layer, residual branches, an adapter."""
 
 from __future__ import annotations
 

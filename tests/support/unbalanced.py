@@ -79,7 +79,7 @@ def same(model, others):
 
 
 def same_state(state, other):
-    tensors = [[x for own in s["state"].values() for x in own.values()] for s in (state, other)]
+    tensors = [[x for kept in s["state"].values() for x in kept.values()] for s in (state, other)]
     return state["param_groups"] == other["param_groups"] and all(map(torch.equal, *tensors))
 
 

@@ -245,8 +245,8 @@ class Upkeep:
         self._references[name] = dict(zip(REFERENCE, (index, values), strict=True))
 
     def _join_classes(self) -> Tensor:
-        """By class, the first one that remembered entries join it to: one that is held, unless nothing leads
-        into it, as into a dead unit. That one's factor can be read off its other entries only."""
+        """The first class that remembered entries join each one to: a held one, but for dead units, whose
+        strongest entries may lead to each other alone."""
         edges = join_changes([self._read_reference(name, p) for name, p in self.parameters.items()])
         heads, tails = (ids[edges.before != 0] for ids in (edges.heads, edges.tails))
         first = torch.where(self.held, FIXED, torch.arange(len(self.held)))
