@@ -6,61 +6,18 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from pathsgd import BalancedMuon, trace
-from support.networks import Mlp, Recurrent, Transformer, build
+from support.networks import Convolutions, Mlp, Packed, Recurrent, Transformer, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Convolutions(nn.Sequential):
-    """Grouped, depthwise, transposed, with batch norm; more entries than a program goes over at a time."""
-
-    example = (2, 3, 4, 4)
-
-    def __init__(self):
-        super().__init__(
-            nn.Conv2d(3, 9, 3, padding=1),
-            nn.BatchNorm2d(9),
-            nn.ReLU(),
-            nn.Conv2d(9, 60, 3, padding=1, groups=3, bias=False),
-            nn.ReLU(),
-            nn.Conv2d(60, 60, 3, padding=1, groups=60),
-            nn.ReLU(),
-            nn.ConvTranspose2d(60, 20, 2),
-        )
-
-
-class Packed(nn.Module):
-    """Queries, keys and values in one matrix, once as rows and once, transposed, as columns; an embedding."""
-
-    example = (2, 4, 6)
-
-    def __init__(self):
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(1, 4, 6))
-        self.rows = nn.Linear(6, 18)
-        self.columns = nn.Parameter(torch.randn(6, 18))
-        self.shift = nn.Parameter(torch.randn(18))
-        self.scale = nn.Parameter(torch.randn(()))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        x = x + self.positions
-        q, k, v = self.rows(x).chunk(3, -1)
-        x = F.scaled_dot_product_attention(q, k, v)
-        q, k, v = (x @ self.columns + self.shift).chunk(3, -1)
-        return self.head(self.scale * F.scaled_dot_product_attention(q, k, v)).mean(1)
-
-
 def make(network):
-    if network in (Mlp, Recurrent, Transformer):
-        model, x = build(network, torch.float32)
-        return model.to(DEVICE).train(network is Recurrent), x.to(DEVICE)  # cudnn wants that of an RNN
-    torch.manual_seed(0)
-    return network().to(DEVICE), torch.randn(network.example, device=DEVICE)
+    model, x = build(network, torch.float32)
+    training = network in (Recurrent, Convolutions)  # cudnn wants that of an RNN
+    return model.to(DEVICE).train(training), x.to(DEVICE)
 
 
 def train(model, x, graph, kernels, steps, **options):
@@ -136,53 +93,3 @@ def test_with_every_option(options):
     train(model, x, graph, False, 3, **options)
     train(other, x, graph, True, 3, **options)
     check_steps(before, model, other)
-
-
-@pytest.mark.parametrize("network", [Mlp, *EXACT, Transformer, Convolutions])
-def test_rounds_of_balancing_are_the_same(network):
-    from pathsgd.muon.gpu.upkeep import KernelGather, KernelUpkeep
-    from pathsgd.muon.round import MOST, Round
-
-    model, x = make(network)
-    graph = trace(model, x)
-    other = copy.deepcopy(model)
-    found = []
-    for m in (model, other):
-        optimizer = train(m, x, graph, False, 2)
-        kept = optimizer._upkeep
-        unbalance_a_little(m, kept)
-        edges = {name: kept.units.parameters[name] for name in kept.parameters}
-        if m is other:
-            kernels = KernelUpkeep(kept.parameters, edges, kept.held)
-            if network is Convolutions:  # a grouped kernel's inputs change along rows and columns
-                assert not kernels.is_supported
-                return
-            kernels.steps += 3
-            before = [p.clone() for p in m.parameters()]
-            kernels.run(optimizer.state, 2, MOST)
-            assert all(map(torch.equal, before, m.parameters())), "it was not due"
-            kernels.run(optimizer.state, 3, MOST)
-        else:
-            Round(kept.parameters, edges, kept.held).run(optimizer.state)
-        found.append([t for p in m.parameters() for t in (p, *states(optimizer, p))])
-        states_of = [optimizer.state[p] for p in kept.parameters.values()]
-        gather = KernelGather(list(kept.parameters.values()), states_of)
-        gather.run()
-        for p, part, state in zip(kept.parameters.values(), gather.parts, states_of, strict=True):
-            assert torch.equal(part, p.detach().flatten()[state["reference_index"]])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def states(optimizer, p):
-    keys = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-    return [optimizer.state[p][key].clone() for key in keys if key in optimizer.state[p]]
-
-
-@torch.no_grad()
-def unbalance_a_little(model, kept):
-    from pathsgd.geometry.rescale import apply_factors
-
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.exp(0.3 * torch.randn(kept.units.count, generator=generator, dtype=torch.float64))
-    apply_factors(dict(model.named_parameters()), kept.units, factors)

@@ -118,6 +118,53 @@ class Transformer(nn.Module):
         return self.head(self.layer(x))
 
 
+class Biased(nn.Sequential):
+    """A convolution's bias before batch norm: its gradient is zero, but for rounding."""
+
+    example = (8, 2, 6, 6)
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5),
+        )  # fmt: skip
+
+
+class Convolutions(nn.Sequential):
+    """Grouped, depthwise, transposed, with batch norm; more entries than a program goes over at a time."""
+
+    example = (2, 3, 4, 4)
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 9, 3, padding=1), nn.BatchNorm2d(9), nn.ReLU(),
+            nn.Conv2d(9, 60, 3, padding=1, groups=3, bias=False), nn.ReLU(),
+            nn.Conv2d(60, 60, 3, padding=1, groups=60), nn.ReLU(), nn.ConvTranspose2d(60, 20, 2),
+        )  # fmt: skip
+
+
+class Packed(nn.Module):
+    """Queries, keys and values in one matrix, once as rows and once, transposed, as columns; an embedding."""
+
+    example = (2, 4, 6)
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 4, 6))
+        self.rows = nn.Linear(6, 18)
+        self.columns = nn.Parameter(torch.randn(6, 18))
+        self.shift = nn.Parameter(torch.randn(18))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x + self.positions
+        q, k, v = self.rows(x).chunk(3, -1)
+        x = F.scaled_dot_product_attention(q, k, v)
+        q, k, v = (x @ self.columns + self.shift).chunk(3, -1)
+        return self.head(self.scale * F.scaled_dot_product_attention(q, k, v)).mean(1)
+
+
 NETWORKS = [Mlp, Vgg, SmallResNet, PreActivation, DenseNet, UNet, Recurrent, Transformer]
 
 

@@ -93,12 +93,14 @@ def rescaling_equivalent(
     changes = {name: _compare(edge, a[name], b[name]) for name, edge in units.parameters.items()}
     factors = read_factors(join_changes(list(changes.values())), fixed)
     for name, edge in units.parameters.items():
-        bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
-        expected = a[name].double()
-        if factors is not None:
+        if factors is None:  # it is where signs or zeros have changed
+            differs = read_factors(changes[name], torch.ones_like(fixed)) is None
+        else:
+            bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
+            expected = a[name].to(torch.float64, copy=True)
             factors.scale_(expected, edge)
-        difference = (expected - b[name].double()).abs()
-        if factors is None or bool((difference > bound * b[name].double().abs()).any()):
+            differs = bool(((expected - b[name].double()).abs() > bound * b[name].double().abs()).any())
+        if differs:
             return Equivalence(False, reason=f"no factors turn {name!r} of one into the other's")
     assert factors is not None
     return Equivalence(True, name_factors(units, factors.mantissa * torch.exp2(factors.exponent.double())))

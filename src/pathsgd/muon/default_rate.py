@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pathsgd._torch import is_capturing, keep_uncompiled
+from pathsgd.training.lazy_graph import find_depth_of_caller
 
 KEY = "steps_without_schedule"
 """In the groups, so that it is saved with them."""
@@ -53,7 +54,7 @@ class DefaultRate:
             warnings.warn(
                 "a step at the default rate is captured in a CUDA graph, whose replays do not lower it: "
                 "set group['lr'] to a tensor on the GPU, and lower that",
-                stacklevel=5,
+                stacklevel=find_depth_of_caller(),
             )
 
     @keep_uncompiled

@@ -230,9 +230,32 @@ class Upkeep:
         for name, p in self.parameters.items():
             size = p.detach().abs()
             numbers = torch.arange(p.numel(), device=p.device).reshape(p.shape)
-            chosen = [_find_largest(size, numbers, ids) for ids in self._ends(name)]
-            index = torch.cat(chosen).unique()
-            self._references[name] = dict(zip(REFERENCE, (index, p.detach().flatten()[index]), strict=True))
+            self._refer(name, torch.cat([_find_largest(size, numbers, ids) for ids in self._ends(name)]))
+        joined = self._join_classes()
+        if bool((joined != FIXED).any()):
+            for name, p in self.parameters.items():
+                head, tail = (joined[ids] for ids in self._ends(name))
+                apart = (head != tail).expand(p.shape).to(p.device) & (p.detach() != 0)
+                others = apart.flatten().nonzero().flatten()
+                self._refer(name, torch.cat([self._references[name][REFERENCE[0]], others]))
+
+    def _refer(self, name: str, index: Tensor) -> None:
+        index = index.unique()
+        values = self.parameters[name].detach().flatten()[index]
+        self._references[name] = dict(zip(REFERENCE, (index, values), strict=True))
+
+    def _join_classes(self) -> Tensor:
+        """The first class that remembered entries join each one to: a held one, but for dead units, whose
+        strongest entries may lead to each other alone."""
+        edges = join_changes([self._read_reference(name, p) for name, p in self.parameters.items()])
+        heads, tails = (ids[edges.before != 0] for ids in (edges.heads, edges.tails))
+        first = torch.where(self.held, FIXED, torch.arange(len(self.held)))
+        while True:
+            lower = torch.minimum(first[heads], first[tails])
+            joined = first.scatter_reduce(0, heads, lower, "amin").scatter_reduce(0, tails, lower, "amin")
+            if torch.equal(joined, first):
+                return first
+            first = joined
 
     def _ends(self, name: str) -> tuple[Tensor, Tensor]:
         edge = self.units.parameters[name]

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pathsgd.optim.relative import muon
-from pathsgd.optim.relative.muon import iterate, iterate_gram, make_diagonal, orthogonalize
+
+from pathsgd.muon import orthogonalize as module
+from pathsgd.muon.orthogonalize import (
+    iterate,
+    iterate_gram,
+    make_diagonal,
+    orthogonalize,
+    orthogonalize_all,
+)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 5), (1, 64, 64)])
@@ -13,9 +20,9 @@ from pathsgd.optim.relative.muon import iterate, iterate_gram, make_diagonal, or
 def test_singular_values_are_near_one(shape, dtype):
     """Five iterations take small ones up by 3.4^5 at most: under 1/200 of the norm they are not there yet."""
     matrices = torch.randn(shape, dtype=dtype)
-    found = orthogonalize(matrices, dtype)
-    assert found.dtype == dtype
-    before, values = torch.linalg.svdvals(matrices), torch.linalg.svdvals(found)
+    result = orthogonalize(matrices, dtype)
+    assert result.dtype == dtype
+    before, values = torch.linalg.svdvals(matrices), torch.linalg.svdvals(result)
     there = before > before.norm(dim=1, keepdim=True) / 200
     assert there.sum() >= 0.9 * there.numel()
     assert 0.6 < values[there].min() <= values.max() < 1.3
@@ -32,9 +39,9 @@ def test_singular_vectors_stay():
 @pytest.mark.parametrize("shape", [(4, 6), (180, 200)])
 def test_zeros_stay_zeros_beside_others(shape):
     batch = torch.stack([torch.zeros(shape), torch.randn(shape)])
-    found = orthogonalize(batch, torch.float32)
-    assert torch.equal(found[0], torch.zeros(shape))
-    assert torch.equal(found[1], orthogonalize(batch[1:], torch.float32)[0])
+    result = orthogonalize(batch, torch.float32)
+    assert torch.equal(result[0], torch.zeros(shape))
+    assert torch.equal(result[1], orthogonalize(batch[1:], torch.float32)[0])
 
 
 @pytest.mark.parametrize("exponent", [-100, -120, 100])
@@ -79,11 +86,11 @@ def test_by_gram_matrices_it_is_the_same(rank, wide):
 @pytest.mark.parametrize("shape", [(2, 200, 64), (1, 80, 300)])
 def test_long_matrices_take_gram_matrices(monkeypatch, shape):
     matrices = torch.randn(shape, dtype=torch.float64)
-    found = orthogonalize(matrices, torch.float64)
-    monkeypatch.setattr(muon, "LONG", 1000)
+    result = orthogonalize(matrices, torch.float64)
+    monkeypatch.setattr(module, "LONG", 1000)
     expected = orthogonalize(matrices, torch.float64)
-    assert not torch.equal(found, expected)  # the order of the sums is another one
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert not torch.equal(result, expected)  # the order of the sums is another one
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
 
 
 def test_half_precision_rounds_no_coefficient():
@@ -96,8 +103,26 @@ def test_half_precision_rounds_no_coefficient():
 def test_with_another_blas_it_is_the_same(monkeypatch):
     """One that is slow for wide matrices."""
     matrices = torch.randn(2, 30, 200, dtype=torch.float64)
-    found = []
+    result = []
     for available in (True, False):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda available=available: available)
-        found.append(orthogonalize(matrices, torch.float64))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+        result.append(orthogonalize(matrices, torch.float64))
+    torch.testing.assert_close(*result, rtol=0, atol=1e-12)
+
+
+def test_blocks_of_one_shape_are_computed_together_and_as_each_alone():
+    """Their entries have root mean square 1; kernels are matrices of all their places."""
+    blocks = [
+        torch.randn(4, 6),
+        torch.randn(3, 2, 2),
+        torch.randn(4, 6),
+        torch.zeros(4, 6),
+        torch.randn(3, 4),
+    ]
+    directions = orthogonalize_all(blocks)
+    for block, direction in zip(blocks, directions, strict=True):
+        assert direction.shape == block.shape
+        alone = orthogonalize(block.reshape(1, len(block), -1), torch.float32)[0].reshape(block.shape)
+        if block.any():
+            alone = alone / alone.square().mean().sqrt()
+        torch.testing.assert_close(direction, alone, rtol=1e-5, atol=1e-6)

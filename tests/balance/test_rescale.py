@@ -1,9 +1,8 @@
-"""rescale, unbalance, balance and equivalence leave the function as it is, on networks people train."""
+"""rescale, unbalance and balance leave the function as it is, on networks people train."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 
 import pytest
@@ -14,15 +13,10 @@ from torch import nn
 import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.unit_classes import unit_classes_of
-from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build
+from pathsgd.graph.unit_groups import find_unit_groups
+from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, SmallResNet, UNet, Vgg, build, traced
 
 ONE_REGION = [n for n in NETWORKS if n.__name__ != "Transformer"]
-
-
-@functools.cache
-def traced(network):
-    """The graph is the same for every model of a kind; tracing takes longer than a test."""
-    return pathsgd.trace(*build(network))
 
 
 def difference(a, b):
@@ -31,8 +25,8 @@ def difference(a, b):
 
 def invariants(model, graph, p=2):
     """w^2 gamma of every edge, in one vector."""
-    found = measure_gammas(graph, graph.tensors(model), p)
-    return torch.cat([(w.detach() ** 2 * found[n].dense()).flatten() for n, w in model.named_parameters()])
+    result = measure_gammas(graph, graph.tensors(model), p)
+    return torch.cat([(w.detach() ** 2 * result[n].dense()).flatten() for n, w in model.named_parameters()])
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -90,7 +84,7 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
     units = unit_classes_of(graph)
     logs = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)
     families = []
-    for group in unit_groups(graph):
+    for group in find_unit_groups(graph):
         parts = [
             (q.rows(graph.tensors(model), torch.float64).detach().abs(), q.tails(units)) for q in group.parts
         ]
@@ -98,14 +92,14 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
 
     def unit_norms():
         free = torch.cat([torch.zeros(1, dtype=torch.float64), logs[1:]])
-        found = []
+        result = []
         for heads, parts in families:
             sums = sum(
                 (weights * torch.exp(free[heads][:, None] - free[tails])).pow(p).sum(1)
                 for weights, tails in parts
             )
-            found.append(sums.clamp(min=1e-300).log() / p)
-        return torch.cat(found)
+            result.append(sums.clamp(min=1e-300).log() / p)
+        return torch.cat(result)
 
     for sharpness in (30, 1000, 10000):
         optimizer = torch.optim.LBFGS([logs], max_iter=200, line_search_fn="strong_wolfe", history_size=20)
@@ -117,10 +111,10 @@ def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):
             return loss
 
         optimizer.step(closure)
-    found = unit_norms().max().exp().item()
+    result = unit_norms().max().exp().item()
     reached = pathsgd.balance(model, graph, p, q=math.inf)
-    assert reached <= found * (1 + 1e-12)
-    assert reached == pytest.approx(found, rel=2e-3)
+    assert reached <= result * (1 + 1e-12)
+    assert reached == pytest.approx(result, rel=2e-3)
 
 
 def test_units_are_tied_as_the_network_ties_them():
@@ -184,33 +178,6 @@ def test_unbalance_is_the_papers():
     again = copy.deepcopy(original)
     pathsgd.unbalance(again, units=200, generator=torch.Generator().manual_seed(1))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_equivalence_gives_factors_that_prove_it(network):
-    model, x = build(network)
-    other = copy.deepcopy(model)
-    pathsgd.unbalance(other, traced(network), units=30)
-    proof = pathsgd.rescaling_equivalent(model, other, x)
-    assert proof
-    pathsgd.rescale(model, traced(network), proof.factors)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-12)
-
-
-def test_equivalence_says_no():
-    model, x = build(Mlp)
-    for name in ("0.weight", "2.bias", "4.bias"):
-        other = copy.deepcopy(model)
-        pathsgd.unbalance(other, x)
-        other.get_parameter(name).data.view(-1)[0] *= 1 + 1e-6
-        found = pathsgd.rescaling_equivalent(model, other, x)
-        assert not found
-        assert found.reason
-    flipped = copy.deepcopy(model)
-    flipped[0].weight.data[0] *= -1
-    assert not pathsgd.rescaling_equivalent(model, flipped, x)
-    assert not pathsgd.rescaling_equivalent(model, nn.Sequential(nn.Linear(6, 4)).double(), x)
 
 
 def test_balance_leaves_dead_units_alone():

@@ -4,119 +4,26 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from pathsgd.geometry.balance import find_balancing_factors, find_rows, measure_mu
-from pathsgd.geometry.class_edges import ClassFactors
-from pathsgd.geometry.rescale import apply_factors
 from torch import nn
 
 import pathsgd
 from pathsgd import PathError
-from pathsgd.geometry import class_edges, least_mu
+from pathsgd.balance import class_edges, least_mu
+from pathsgd.balance.balance import find_balancing_factors, find_rows, measure_mu
+from pathsgd.balance.class_edges import ClassFactors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
-from support import cases, networks
+from support import cases, networks, starts
+from support.starts import KINDS, NETWORKS, Explosive, LowRank, Squares, rescaled, stack
 
 ORDERS = [(2, 2), (1, 1), (4, 4), (2, 4), (3, 1.5), (1, 2)]
 
 
-def stack(*widths, bias=True):
-    layers = [m for sizes in itertools.pairwise(widths) for m in (nn.Linear(*sizes, bias), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-class Adapter(nn.Module):
-    """LoRA: the second factor is zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
-class Squares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(7)])
-
-    def forward(self, x):
-        for layer in self.layers[:-1]:
-            x = layer(x).relu().square()
-        return self.layers[-1](x)
-
-
-class Loud(nn.Module):
-    """W_hh = 100 I."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.RNN(6, 5, nonlinearity="relu", batch_first=True), nn.Linear(5, 2)
-        with torch.no_grad():
-            self.rnn.weight_hh_l0.copy_(100 * torch.eye(5))
-
-    def forward(self, x):
-        return self.head(self.rnn(x[:, None].expand(-1, 3, -1))[0][:, -1])
-
-
-class Branch(nn.Module):
-    """Residual branches whose gains are zero, wholly and in part; weights used twice."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.tied, self.norm, self.branch = nn.Linear(6, 6), norm(6), nn.Linear(6, 6)
-        self.gain, self.head = nn.Parameter(torch.zeros(6)), nn.Linear(6, 2)
-        with torch.no_grad():
-            self.norm.weight[:3] = 0
-            self.norm.bias[2:4] = 0.5
-
-    def forward(self, x):
-        x = self.tied(self.tied(x).relu()).relu()
-        x = x + self.norm(x).relu()
-        return self.head(x + self.gain * self.branch(x).relu())
-
-
-class TiedHead(nn.Module):
-    """An embedding that is the head, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.up, self.down = nn.Embedding(7, 5), nn.Linear(5, 6), nn.Linear(6, 5)
-
-    def forward(self, x):
-        x = self.table((10 * x).long() % 7)
-        return (x + self.down(self.up(x).relu())) @ self.table.weight.T
-
-
-def zero_head():
-    model = stack(6, 8, 7, 3)
-    nn.init.zeros_(model[-1].weight)
-    return model
-
-
-def dead_chain():
-    """Unit 0 of the first layer has no input and leads to unit 0 of the second, which leads nowhere; units 1
-    have no input, units 2 no output."""
-    model = stack(6, 8, 7, 3)
-    with torch.no_grad():
-        model[0].weight[:2] = model[0].bias[:2] = 0
-        model[2].weight[0, 1:] = model[2].bias[0] = model[4].weight[:, 0] = 0
-        model[2].weight[1, 2:] = model[2].bias[1] = 0
-        model[2].weight[:, 2] = model[4].weight[:, 2] = 0
-    return model
-
-
-STARTS = {
-    "LoRA": Adapter, "zero head": zero_head, "dead chain": dead_chain, "squares": Squares,
-    "zero gains of batch norm": lambda: Branch(nn.BatchNorm1d),
-    "zero gains of layer norm": lambda: Branch(nn.LayerNorm),
-    "loud recurrence": Loud, "tied head": TiedHead,
+STACKS = {
     "depth 10": lambda: stack(6, *[4] * 10), "depth 50": lambda: stack(6, *[4] * 50),
     "depth 300": lambda: stack(6, *[4] * 300),
     "depthwise": lambda: nn.Sequential(
@@ -124,38 +31,19 @@ STARTS = {
         nn.Flatten(), nn.Linear(6, 2),
     ),
 }  # fmt: skip
-NAMES = [*STARTS, *cases.RESCALABLE, *networks.NETWORKS]
-KINDS = ["log-normal", "powers of two", "one tiny unit"]
-MATRICES = [networks.Mlp, networks.PreActivation, networks.Recurrent, networks.Transformer, "dead chain"]
+EVERY = [*STACKS, *NETWORKS]
+MATRICES = [networks.Mlp, networks.PreActivation, networks.Recurrent, networks.Transformer, starts.DeadChain]
 """Networks in which classes are joined by matrices, of which small ones are listed edge by edge."""
 
 
 @functools.cache
 def build(name):
     """(model in fp64, an input, its graph)."""
+    if name not in STACKS:
+        return *starts.build(name), starts.traced(name)
     torch.manual_seed(0)
-    if isinstance(name, str):
-        model, x = STARTS[name]().double().eval(), torch.rand(4, 6, dtype=torch.float64)
-        return model, x, pathsgd.trace(model, x)
-    if name in cases.CASES:
-        model = cases.build(name).eval()
-        return model.double(), model.example(4), cases.traced(name)
-    model, x = networks.build(name)
-    return model, x, networks.traced(name, torch.float64)
-
-
-def rescaled(model, graph, kind, most=30):
-    """A copy of the model, with units rescaled by up to 2^most."""
-    units = unit_classes_of(graph)
-    generator = torch.Generator().manual_seed(1)
-    log = most / 3 * torch.randn(units.count, generator=generator, dtype=torch.float64)
-    log = log.clamp(-most, most)
-    if kind == "one tiny unit":
-        log = torch.zeros_like(log)
-        log[-1] = math.log2(1e-12)
-    copied = copy.deepcopy(model)
-    apply_factors(graph.tensors(copied), units, torch.exp2(log.round() if kind == "powers of two" else log))
-    return copied
+    model, x = STACKS[name]().double(), torch.rand(4, 6, dtype=torch.float64)
+    return model, x, pathsgd.trace(model, x)
 
 
 def balanced(model, graph, p=2, q=2):
@@ -172,7 +60,7 @@ def build_balanced(name):
 
 
 def largest_difference(a, b):
-    """Of weights, each relative to itself."""
+    """The largest over all weights, each relative to itself."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max(((p - q).abs() / p.abs().clamp(min=1e-300)).max().item() for p, q in pairs if p.numel())
 
@@ -182,28 +70,28 @@ def are_equal(a, b):
 
 
 def computes_the_same(a, b, x):
-    expected, found = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
-    return bool((found - expected).abs().max() <= 1e-12 * expected.abs().max())
+    expected, result = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
+    return bool((result - expected).abs().max() <= 1e-12 * expected.abs().max())
 
 
 # One network for all
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_rescalings_become_one_network(name, kind):
     model, x, graph = build(name)
-    found = balanced(rescaled(model, graph, kind), graph)
-    assert largest_difference(build_balanced(name), found) <= (0 if kind == "powers of two" else 1e-11)
-    assert computes_the_same(model, found, x)
+    result = balanced(rescaled(model, graph, kind), graph)
+    assert largest_difference(build_balanced(name), result) <= (0 if kind == "powers of two" else 1e-11)
+    assert computes_the_same(model, result, x)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_powers_of_two_in_fp32_give_the_same_bits(name):
     model, _, graph = build(name)
     model = copy.deepcopy(model).float()
     # Through six squares weights take the 7th to the 13th power of a factor.
-    other = rescaled(model, graph, "powers of two", 12 if name == "squares" else 30)
+    other = rescaled(model, graph, "powers of two", 12 if name is Squares else 30)
     assert are_equal(balanced(model, graph), balanced(other, graph))
 
 
@@ -218,14 +106,14 @@ def test_factors_of_2_to_the_100_in_fp32():
 
 @pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize(
-    "name", [cases.Mlp, networks.PreActivation, networks.Recurrent, "zero gains of batch norm", "squares"]
+    "name", [cases.Mlp, networks.PreActivation, networks.Recurrent, starts.ZeroBatchNorm, Squares]
 )
 def test_every_order_and_twice(name, orders):
     model, x, graph = build(name)
-    found = balanced(model, graph, *orders)
-    assert largest_difference(found, balanced(rescaled(model, graph, "log-normal"), graph, *orders)) <= 1e-11
-    assert are_equal(found, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
-    assert computes_the_same(model, found, x)
+    result = balanced(model, graph, *orders)
+    assert largest_difference(result, balanced(rescaled(model, graph, "log-normal"), graph, *orders)) <= 1e-11
+    assert are_equal(result, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
+    assert computes_the_same(model, result, x)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         once = balanced(copy.deepcopy(model).to(dtype), graph, *orders)
         assert are_equal(once, balanced(once, graph, *orders)), dtype
@@ -238,10 +126,10 @@ def test_matrices_and_lists_of_edges_agree(name, orders, monkeypatch):
     expected = balanced(model, graph, *orders)
     monkeypatch.setattr(class_edges, "SMALL", 0)
     monkeypatch.setattr(class_edges, "CHUNK", 20)
-    found = balanced(model, graph, *orders)
-    assert largest_difference(expected, found) <= 1e-12
-    assert are_equal(found, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
-    assert are_equal(found, balanced(found, graph, *orders))
+    result = balanced(model, graph, *orders)
+    assert largest_difference(expected, result) <= 1e-12
+    assert are_equal(result, balanced(rescaled(model, graph, "powers of two"), graph, *orders))
+    assert are_equal(result, balanced(result, graph, *orders))
 
 
 # The minimum
@@ -250,9 +138,7 @@ def test_matrices_and_lists_of_edges_agree(name, orders, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "orders"),
     [(name, orders) for name in (networks.Mlp, networks.Recurrent) for orders in ORDERS]
-    + [
-        (name, orders) for name in (networks.Vgg, "loud recurrence", "squares") for orders in ((2, 2), (2, 4))
-    ],
+    + [(name, orders) for name in (networks.Vgg, Explosive, Squares) for orders in ((2, 2), (2, 4))],
 )
 def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     """mu_{p,q} is written down anew here, from the classes of every entry; none of these has zeros."""
@@ -284,14 +170,14 @@ def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     optimizer.step(closure)
     expected = find_mu().item()
     model = copy.deepcopy(model)
-    found = pathsgd.balance(model, graph, p, q)
-    assert found == pytest.approx(expected, rel=1e-10)
-    assert found <= expected * (1 + 1e-13)
-    stored = {n: t for n, t in graph.tensors(model).items() if n in units.parameters}
-    assert found == measure_mu(stored, p, q, rows)
+    result = pathsgd.balance(model, graph, p, q)
+    assert result == pytest.approx(expected, rel=1e-10)
+    assert result <= expected * (1 + 1e-13)
+    stored = {n: graph.tensors(model)[n] for n in units.parameters}
+    assert result == measure_mu(stored, p, q, rows)
 
 
-@pytest.mark.parametrize("name", [networks.Mlp, networks.SmallResNet, networks.Transformer, "squares"])
+@pytest.mark.parametrize("name", [networks.Mlp, networks.SmallResNet, networks.Transformer, Squares])
 def test_what_arrives_is_what_leaves(name):
     model, _, graph = build(name)
     torch.testing.assert_close(*measure_flow(balanced(model, graph), graph), rtol=1e-11, atol=0)
@@ -321,7 +207,7 @@ def test_mu_of_stored_weights(orders, expected):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("depth 10", 45), ("depth 50", 55), ("depth 300", 60), ("squares", 45), ("depthwise", 250)],
+    [("depth 10", 45), ("depth 50", 55), ("depth 300", 60), (Squares, 45), ("depthwise", 250)],
 )
 def test_it_converges_in_few_rounds(name, most, monkeypatch):
     model, _, graph = build(name)
@@ -345,10 +231,10 @@ def mlp_of(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_rescaled_by_powers_of_two_and_the_function_stays_to_the_bit(dtype):
     model, x = mlp_of(dtype), torch.randn(5, 6, dtype=dtype)
-    found = balanced(model, None)
-    assert torch.equal(found(x), model(x))
-    assert not are_equal(found, model)
-    for p, q in zip(found.parameters(), model.parameters(), strict=True):
+    result = balanced(model, None)
+    assert torch.equal(result(x), model(x))
+    assert not are_equal(result, model)
+    for p, q in zip(result.parameters(), model.parameters(), strict=True):
         assert set(torch.frexp(p.double() / q.double()).mantissa.flatten().tolist()) == {0.5}
 
 
@@ -382,11 +268,11 @@ class Mixed(nn.Module):
 def test_gains_in_fp32_beside_matrices_of_16_bits():
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(3, 6)
-    found = balanced(model, pathsgd.trace(model, x))
-    assert torch.equal(found(x), model(x))
-    for p, q in zip(found.parameters(), model.parameters(), strict=True):
+    result = balanced(model, pathsgd.trace(model, x))
+    assert torch.equal(result(x), model(x))
+    for p, q in zip(result.parameters(), model.parameters(), strict=True):
         assert (p[q != 0] / q[q != 0]).log2().frac().any().item() is False
-    assert found.norm.weight.max() < 37
+    assert result.norm.weight.max() < 37
 
 
 # What is refused, and what stays
@@ -437,10 +323,10 @@ def test_a_unit_that_fades_keeps_a_share_of_its_layer():
     model = stack(6, 8, 3).double()
     with torch.no_grad():
         model[2].weight[:, 0] *= 1e-40
-    found = balanced(model, None)
-    norms = torch.cat([found[0].weight, found[0].bias[:, None]], 1).norm(dim=1)
+    result = balanced(model, None)
+    norms = torch.cat([result[0].weight, result[0].bias[:, None]], 1).norm(dim=1)
     assert norms[0].item() == pytest.approx(2.0**-20 * norms.mean().item(), rel=1e-6)
-    assert are_equal(found, balanced(found, None))
+    assert are_equal(result, balanced(result, None))
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Sigmoid())])
@@ -458,8 +344,8 @@ def test_many_units_without_weights_take_no_longer(monkeypatch):
         model[0].weight[0] = model[2].weight[0, 0] = model[4].weight[0, 0] = 1
     calls = []
     for name in ("_choose", "_learn"):
-        own = getattr(least_mu, name)
-        monkeypatch.setattr(least_mu, name, lambda *a, own=own: (calls.append(1), own(*a))[1])
+        function = getattr(least_mu, name)
+        monkeypatch.setattr(least_mu, name, lambda *a, f=function: (calls.append(1), f(*a))[1])
     balanced(model, None)
     assert len(calls) < 20
 
@@ -489,7 +375,7 @@ def test_without_the_exponents_bits_differ(monkeypatch):
 
 def test_without_a_norm_for_classes_before_zeros_copies_stay_apart(monkeypatch):
     monkeypatch.setattr(least_mu._Solver, "_settle_others", lambda self, t: t)
-    model, _, graph = build("LoRA")
+    model, _, graph = build(LowRank)
     other = rescaled(model, graph, "log-normal")
     assert largest_difference(balanced(model, graph), balanced(other, graph)) > 1e-3
 
@@ -497,5 +383,5 @@ def test_without_a_norm_for_classes_before_zeros_copies_stay_apart(monkeypatch):
 def test_without_the_degree_of_squares_the_function_changes(monkeypatch):
     scale = ClassFactors.scale_
     monkeypatch.setattr(ClassFactors, "scale_", lambda self, t, edge: scale(self, t, replace(edge, degree=1)))
-    model, x, graph = build("squares")
+    model, x, graph = build(Squares)
     assert not computes_the_same(model, balanced(model, graph), x)

@@ -1,13 +1,13 @@
-"""What takes one relative step together, what is orthogonalised, and what turns."""
+"""Blocks: which parts of parameters take a step together, are orthogonalised, and turn."""
 
 from __future__ import annotations
 
 import torch
-from pathsgd.optim.relative.blocks import find_blocks
 from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
+from pathsgd.muon.blocks import find_blocks
 
 
 def blocks_of(model, *shape, tokens=False):
@@ -31,19 +31,19 @@ class PackedAttention(nn.Module):
 
 
 def test_a_packed_projection_falls_into_queries_keys_and_values():
-    found = blocks_of(PackedAttention(), 5, 8)
-    assert rows(found["qkv.weight"]) == rows(found["qkv.bias"]) == [(0, 8), (8, 8), (16, 8)]
-    for weight, bias in zip(found["qkv.weight"], found["qkv.bias"], strict=True):
+    by_name = blocks_of(PackedAttention(), 5, 8)
+    assert rows(by_name["qkv.weight"]) == rows(by_name["qkv.bias"]) == [(0, 8), (8, 8), (16, 8)]
+    for weight, bias in zip(by_name["qkv.weight"], by_name["qkv.bias"], strict=True):
         assert weight.family == bias.family
         assert (weight.turns, weight.orthogonal) == (True, True)
         assert (bias.turns, bias.orthogonal) == (False, False)
-    assert len({block.family for block in found["qkv.weight"]}) == 3
-    assert rows(found["out.weight"]) == [(0, 8)]
+    assert len({block.family for block in by_name["qkv.weight"]}) == 3
+    assert rows(by_name["out.weight"]) == [(0, 8)]
 
 
 def test_in_proj_of_multihead_attention():
-    found = blocks_of(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 5, 8)
-    weight, bias = found["self_attn.in_proj_weight"], found["self_attn.in_proj_bias"]
+    by_name = blocks_of(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 5, 8)
+    weight, bias = by_name["self_attn.in_proj_weight"], by_name["self_attn.in_proj_bias"]
     assert rows(weight) == rows(bias) == [(0, 8), (8, 8), (16, 8)]
     assert [block.family for block in weight] == [block.family for block in bias]
 
@@ -71,12 +71,12 @@ class Transposed(nn.Module):
 
 
 def test_a_transposed_matrix_falls_apart_along_its_columns():
-    found = blocks_of(Transposed(), 5, 8)
-    assert [block.axis for block in found["w"]] == [1, 1, 1]
-    assert rows(found["w"]) == rows(found["b"]) == [(0, 8), (8, 8), (16, 8)]
+    by_name = blocks_of(Transposed(), 5, 8)
+    assert [block.axis for block in by_name["w"]] == [1, 1, 1]
+    assert rows(by_name["w"]) == rows(by_name["b"]) == [(0, 8), (8, 8), (16, 8)]
     w = torch.randn(8, 24)
-    assert torch.equal(found["w"][2].of(w), w[:, 16:])
-    assert [block.family for block in found["w"]] == [block.family for block in found["b"]]
+    assert torch.equal(by_name["w"][2].of(w), w[:, 16:])
+    assert [block.family for block in by_name["w"]] == [block.family for block in by_name["b"]]
 
 
 class Gated(nn.Module):
@@ -90,13 +90,13 @@ class Gated(nn.Module):
 
 
 def test_a_gated_mlp_falls_into_gate_and_value():
-    found = blocks_of(Gated(), 6)
-    assert rows(found["up.weight"]) == rows(found["up.bias"]) == [(0, 8), (8, 8)]
+    by_name = blocks_of(Gated(), 6)
+    assert rows(by_name["up.weight"]) == rows(by_name["up.bias"]) == [(0, 8), (8, 8)]
 
 
 def test_what_is_read_whole_is_one_block():
-    found = blocks_of(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 6)
-    assert all(len(blocks) == 1 for blocks in found.values())
+    by_name = blocks_of(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 6)
+    assert all(len(blocks) == 1 for blocks in by_name.values())
 
 
 class Network(nn.Module):
@@ -115,19 +115,19 @@ class Network(nn.Module):
 
 
 def test_what_is_orthogonalised_and_what_turns():
-    found = blocks_of(Network(), 12, tokens=True)
-    assert {name for name, (block,) in found.items() if block.orthogonal} == {
+    by_name = blocks_of(Network(), 12, tokens=True)
+    assert {name for name, (block,) in by_name.items() if block.orthogonal} == {
         "grouped.weight",
         "plain.weight",
     }
-    assert {name for name, (block,) in found.items() if block.turns} == {
+    assert {name for name, (block,) in by_name.items() if block.turns} == {
         "table.weight", "depthwise.weight", "grouped.weight", "plain.weight", "head.weight",
     }  # fmt: skip
 
 
 def test_a_bias_is_in_the_family_of_its_layer():
-    found = blocks_of(Network(), 12, tokens=True)
-    family = {name: block.family for name, (block,) in found.items()}
+    by_name = blocks_of(Network(), 12, tokens=True)
+    family = {name: block.family for name, (block,) in by_name.items()}
     for layer in ("depthwise", "grouped", "plain", "head"):
         assert family[f"{layer}.weight"] == family[f"{layer}.bias"]
     assert len({family[f"{layer}.weight"] for layer in ("depthwise", "grouped", "plain", "head")}) == 4
@@ -135,8 +135,8 @@ def test_a_bias_is_in_the_family_of_its_layer():
 
 def test_layers_of_one_region_share_its_growth():
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
-    found = blocks_of(nn.Sequential(*layers), 4)
-    assert {block.share for (block,) in found.values()} == {3}
+    by_name = blocks_of(nn.Sequential(*layers), 4)
+    assert {block.share for (block,) in by_name.values()} == {3}
     # A softmax ends the region of the first two.
-    found = blocks_of(nn.Sequential(*layers[:3], nn.Softmax(1), layers[4]), 4)
-    assert [found[f"{k}.weight"][0].share for k in (0, 2, 4)] == [2, 2, 1]
+    by_name = blocks_of(nn.Sequential(*layers[:3], nn.Softmax(1), layers[4]), 4)
+    assert [by_name[f"{k}.weight"][0].share for k in (0, 2, 4)] == [2, 2, 1]

@@ -9,24 +9,18 @@ import warnings
 
 import pytest
 import torch
-from pathsgd.optim.relative import default_rate
-from pathsgd.optim.relative.captured_step import CapturedStep
 from torch import nn
 
-from pathsgd import PathAdam, PathMuon
+from pathsgd import BalancedMuon
+from pathsgd.muon import default_rate
 
-DEFAULTS = {PathMuon: PathMuon.default_lr, PathAdam: PathAdam.default_lr}
+DEFAULT = BalancedMuon.default_lr
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """The rate falls after 10 steps."""
     monkeypatch.setattr(default_rate, "HOLD", 10)
-
-
-@pytest.fixture(params=DEFAULTS, ids=lambda optimizer: optimizer.__name__)
-def make(request):
-    return request.param
 
 
 def network():
@@ -48,63 +42,63 @@ def train(model, optimizer, steps, scheduler=None):
     return rates
 
 
-def falling(make, first, last):
-    return [DEFAULTS[make] / math.sqrt(1 + max(0, k - 10) / 5) for k in range(first, last)]
+def falling(first, last):
+    return [DEFAULT / math.sqrt(1 + max(0, k - 10) / 5) for k in range(first, last)]
 
 
-def test_it_falls_with_the_steps(make):
+def test_it_falls_with_the_steps():
     model = network()
-    assert train(model, make(model), 40) == falling(make, 0, 40)
-    assert falling(make, 39, 40)[0] < DEFAULTS[make] / 2
+    assert train(model, BalancedMuon(model), 40) == falling(0, 40)
+    assert falling(39, 40)[0] < DEFAULT / 2
 
 
-def test_a_rate_that_was_given_stays(make):
+def test_a_rate_that_was_given_stays():
     model = network()
-    assert train(model, make(model, lr=DEFAULTS[make]), 5) == 5 * [DEFAULTS[make]]
+    assert train(model, BalancedMuon(model, lr=DEFAULT), 5) == 5 * [DEFAULT]
 
 
-def test_a_tensor_stays(make):
+def test_a_tensor_stays():
     model = network()
-    optimizer = make(model, lr=torch.tensor(0.02))
+    optimizer = BalancedMuon(model, lr=torch.tensor(0.02))
     train(model, optimizer, 3)
     assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.02)
 
 
-def test_a_scheduler_starts_from_the_default(make):
+def test_a_scheduler_starts_from_the_default():
     model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / 10)
-    found = train(model, optimizer, 5, scheduler)
-    assert found == pytest.approx([DEFAULTS[make] * (1 - k / 10) for k in range(5)])
+    result = train(model, optimizer, 5, scheduler)
+    assert result == pytest.approx([DEFAULT * (1 - k / 10) for k in range(5)])
 
 
-def test_a_rate_that_is_set_by_hand_stays(make):
+def test_a_rate_that_is_set_by_hand_stays():
     model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     train(model, optimizer, 4)
     optimizer.param_groups[0]["lr"] = 0.01
     assert train(model, optimizer, 4) == 4 * [0.01]
 
 
-def test_a_step_at_rate_zero_does_not_count(make):
+def test_a_step_at_rate_zero_does_not_count():
     """Checkpoints of torch.distributed take one before they load."""
     model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     train(model, optimizer, 14)
     rate = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, 1)
     optimizer.param_groups[0]["lr"] = rate
-    assert train(model, optimizer, 3) == falling(make, 14, 17)
+    assert train(model, optimizer, 3) == falling(14, 17)
 
 
-def test_a_group_that_is_added_begins_anew(make):
+def test_a_group_that_is_added_begins_anew():
     model, other = network(), nn.Linear(2, 2)
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     train(model, optimizer, 4)
     optimizer.add_param_group({"params": list(other.parameters())})
-    assert train(model, optimizer, 10) == falling(make, 4, 14)
-    assert [group["lr"] for group in optimizer.param_groups] == [falling(make, 14, 15)[0], DEFAULTS[make]]
+    assert train(model, optimizer, 10) == falling(4, 14)
+    assert [group["lr"] for group in optimizer.param_groups] == [falling(14, 15)[0], DEFAULT]
 
 
 def copies(model, optimizer):
@@ -125,44 +119,29 @@ def loaded(model, optimizer):
 
 @pytest.mark.parametrize("resume", [copies, pickled, loaded])
 @pytest.mark.parametrize("after", [7, 15])
-def test_resumed_it_goes_on(make, resume, after):
+def test_resumed_it_goes_on(resume, after):
     model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     train(model, optimizer, after)
     again = resume(model, optimizer)
-    expected, found = train(model, optimizer, 7), train(*again, 7)
-    assert found == expected == falling(make, after, after + 7)
+    expected, result = train(model, optimizer, 7), train(*again, 7)
+    assert result == expected == falling(after, after + 7)
     for one, other in zip(model.parameters(), again[0].parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_what_was_saved_under_a_schedule_is_not_lowered(make):
+def test_what_was_saved_under_a_schedule_is_not_lowered():
     model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     torch.optim.lr_scheduler.StepLR(optimizer, 100)
     train(model, optimizer, 3)
     again, fresh = loaded(model, optimizer)
-    assert train(again, fresh, 3) == 3 * [DEFAULTS[make]]
+    assert train(again, fresh, 3) == 3 * [DEFAULT]
 
 
-def test_a_captured_step_still_fits(make):
-    """On a GPU a step is captured once, not for every rate."""
+def test_a_capture_warns_that_the_rate_stays(monkeypatch):
     model = network()
-    optimizer = make(model)
-    train(model, optimizer, 11)
-    parameters = list(model.parameters())
-    captured = CapturedStep(optimizer.base, parameters, None, None, lambda: None)
-    captured.captured_at = captured._describe(parameters)
-    before = optimizer.param_groups[0]["lr"]
-    optimizer._default_rate.before_step(optimizer.param_groups)
-    optimizer._default_rate.after_step(optimizer.param_groups)
-    assert optimizer.param_groups[0]["lr"] < before
-    assert captured.fits(parameters)
-
-
-def test_a_capture_warns_that_the_rate_stays(monkeypatch, make):
-    model = network()
-    optimizer = make(model)
+    optimizer = BalancedMuon(model)
     train(model, optimizer, 1)
     monkeypatch.setattr(default_rate, "is_capturing", lambda: True)
     with pytest.warns(UserWarning, match="replays do not lower it") as warned:

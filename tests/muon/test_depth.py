@@ -1,19 +1,18 @@
-"""How many layers lie in sequence, across what, and which part of a step each takes."""
+"""Layers in sequence: their number, across anything that does not end it, and the part of a step each takes."""
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
-from pathsgd.optim.relative import depth as depth_module
-from pathsgd.optim.relative.blocks import find_blocks
-from pathsgd.optim.relative.depth import find_depths
 from torch import nn
 from torch.nn import functional as F
 
-from pathsgd import PathAdam, PathMuon, PathNormalized, trace
+from pathsgd import BalancedMuon, trace
+from pathsgd.muon import depth as depth_module
+from pathsgd.muon.blocks import find_blocks
+from pathsgd.muon.depth import find_depths
 
 
 def find_most(model, x):
@@ -243,7 +242,7 @@ def test_networks_side_by_side_have_depths_of_their_own():
     ],
 )
 def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
-    """By the angle that a step turns one of them by, in weights that are balanced."""
+    """Measured on one of them, in balanced weights."""
     torch.manual_seed(0)
     model = stack(39, activation, norm).double()
     for layer in model:
@@ -251,7 +250,7 @@ def test_layers_of_a_deep_network_turn_by_less(activation, norm, expected):
             nn.init.orthogonal_(layer.weight)
             nn.init.zeros_(layer.bias)
     x = torch.randn(32, 6, dtype=torch.float64)
-    optimizer = PathMuon(model, x[:1], lr=0.01)
+    optimizer = BalancedMuon(model, x[:1], lr=0.01)
     before = model[3 * 20].weight.detach().clone()
     model(x).square().sum().backward()
     optimizer.step()
@@ -269,13 +268,8 @@ class ScaleAndShift(nn.Module):
 
 
 @pytest.mark.parametrize("depth", [9, 14])
-@pytest.mark.parametrize(
-    "make",
-    [PathMuon, PathAdam, functools.partial(PathNormalized, torch.optim.SGD, relative=True)],
-    ids=["PathMuon", "PathAdam", "SGD"],
-)
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(6), lambda: nn.BatchNorm1d(6), ScaleAndShift])
-def test_norms_of_a_deep_network_move_by_less(norm, make, depth, monkeypatch):
+def test_norms_of_a_deep_network_move_by_less(norm, depth, monkeypatch):
     """Beside steps of the same network with nothing taken off; biases of layers move as they did."""
     ends = []
     for shallow in (depth_module.SHALLOW_NETWORK, math.inf):
@@ -283,8 +277,8 @@ def test_norms_of_a_deep_network_move_by_less(norm, make, depth, monkeypatch):
         torch.manual_seed(0)
         model = stack(depth, nn.GELU, norm).double()
         x = torch.randn(32, 6, dtype=torch.float64)
+        optimizer = BalancedMuon(model, x[:2], lr=0.01)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        optimizer = make(model, x[:2], lr=0.01)
         model(x).square().sum().backward()
         optimizer.step()
         ends.append({name: p.detach() - start[name] for name, p in model.named_parameters()})

@@ -21,17 +21,17 @@ def test_its_factors_balance_the_network(network, orders):
     model, _ = build(network)
     graph = traced(network)
     pathsgd.unbalance(model, graph)
-    found = pathsgd.imbalance(model, graph, p, q)
+    result = pathsgd.imbalance(model, graph, p, q)
     if math.isinf(q):
-        assert found.mu == pytest.approx(pathsgd.group_norm(model, graph, p).item())
+        assert result.mu == pytest.approx(pathsgd.group_norm(model, graph, p).item())
     balanced = copy.deepcopy(model)
-    assert found.mu_balanced == pytest.approx(pathsgd.balance(balanced, graph, p, q), rel=1e-12)
-    pathsgd.rescale(model, graph, found.factors)
+    assert result.mu_balanced == pytest.approx(pathsgd.balance(balanced, graph, p, q), rel=1e-12)
+    pathsgd.rescale(model, graph, result.factors)
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, balanced.get_parameter(name), rtol=1e-9)
     again = pathsgd.imbalance(balanced, graph, p, q)
     assert again.ratio == pytest.approx(1, rel=1e-12)
-    assert again.mu_balanced == pytest.approx(found.mu_balanced, rel=1e-12)
+    assert again.mu_balanced == pytest.approx(result.mu_balanced, rel=1e-12)
 
 
 @pytest.mark.parametrize("q", [2, math.inf])
@@ -48,8 +48,8 @@ def test_imbalance_is_the_logarithm_of_the_factor_that_unbalanced_a_unit(q):
 
 def test_mu_22_is_the_norm_of_all_weights():
     model, x = build(Mlp)
-    found = pathsgd.imbalance(model, x)
-    assert found.mu == pytest.approx(
+    result = pathsgd.imbalance(model, x)
+    assert result.mu == pytest.approx(
         torch.cat([w.flatten() for w in model.parameters()]).norm().item(), rel=1e-12
     )
-    assert found.ratio > 1
+    assert result.ratio > 1
