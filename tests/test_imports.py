@@ -1,6 +1,6 @@
-"""Imports inside the package point one way: graph <- training <- geometry, balance <- paths, muon <- cli.
+"""Imports inside the package point one way: graph <- training <- geometry, balancing <- paths, muon <- cli.
 
-Of sister rooms none imports the other: paths knows geometry, muon knows balance. The program (cli) and the
+Of sister rooms none imports the other: paths knows geometry, muon knows balancing. The program (cli) and the
 study beside the package reach the library by its public names only.
 """
 
@@ -25,12 +25,12 @@ MAY_IMPORT = {
     "graph": BASE,
     "training": BASE | {"graph"},
     "geometry": BASE | {"graph", "training", "dag"},
-    "balance": BASE | {"graph", "training"},
+    "balancing": BASE | {"graph", "training"},
     "paths": BASE | {"graph", "training", "geometry"},
-    "muon": BASE | {"graph", "training", "balance"},
+    "muon": BASE | {"graph", "training", "balancing"},
     "dag": {"errors"},
     "functional": {"paths"},
-    "__init__": {"errors", "graph", "geometry", "balance", "paths", "muon", "dag", "functional"},
+    "__init__": {"errors", "graph", "geometry", "balancing", "paths", "muon", "dag", "functional"},
     "huggingface": {PUBLIC},
     "cli": {"errors", PUBLIC},
 }
@@ -123,8 +123,8 @@ def write_module(src: Path, file: str, source: str) -> None:
         ("graph/trace.py", "import pathsgd", "graph may not import the public names"),
         ("graph/trace.py", "from pathsgd.dag import Dag", "graph may not import dag"),
         ("geometry/norms.py", "from pathsgd.cli import timing", "geometry may not import cli"),
-        ("geometry/norms.py", "from pathsgd.balance import rescale", "geometry may not import balance"),
-        ("balance/rescale.py", "from pathsgd.geometry import gamma", "balance may not import geometry"),
+        ("geometry/norms.py", "from pathsgd.balancing import rescale", "geometry may not import balancing"),
+        ("balancing/rescale.py", "from pathsgd.geometry import gamma", "balancing may not import geometry"),
         ("muon/round.py", "from pathsgd.paths import path_sgd", "muon may not import paths"),
         ("paths/path_sgd.py", "from pathsgd.muon import round", "paths may not import muon"),
         ("cli/inspect.py", "from pathsgd.graph.trace import trace", "cli may not import graph"),

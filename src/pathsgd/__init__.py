@@ -1,11 +1,11 @@
 """Rescaling-invariant training for PyTorch."""
 
 from pathsgd import functional
-from pathsgd.balance.balance import balance
-from pathsgd.balance.equivalence import Equivalence, rescaling_equivalent
-from pathsgd.balance.group_norm import group_norm
-from pathsgd.balance.imbalance import Imbalance, imbalance
-from pathsgd.balance.rescale import rescale, unbalance
+from pathsgd.balancing.balance import balance
+from pathsgd.balancing.equivalence import Equivalence, rescaling_equivalent
+from pathsgd.balancing.group_norm import group_norm
+from pathsgd.balancing.imbalance import Imbalance, imbalance
+from pathsgd.balancing.rescale import rescale, unbalance
 from pathsgd.errors import DataDependentError, PathError, RescaleError, TraceError
 from pathsgd.geometry.gamma import Gamma, Gammas, gammas
 from pathsgd.geometry.path_norm import path_norm

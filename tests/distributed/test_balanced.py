@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import pathsgd
 from pathsgd import BalancedMuon, PathError
-from pathsgd.balance import class_edges
+from pathsgd.balancing import class_edges
 from pathsgd.muon.round import EVERY
 from support import networks
 from support.ranks import run_on_ranks

@@ -10,7 +10,7 @@ import torch
 
 import pathsgd
 from pathsgd import BalancedMuon
-from pathsgd.balance.rescale import apply_factors
+from pathsgd.balancing.rescale import apply_factors
 from pathsgd.muon.round import EVERY, MAX_FACTOR, POWERS, Round, list_places
 from support import cases, networks, starts
 from support.networks import Convolutions, Mlp, Packed, PreActivation, Recurrent, Transformer

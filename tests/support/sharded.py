@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import BalancedMuon, PathNormalized, PathSGD
-from pathsgd.balance.rescale import apply_factors
+from pathsgd.balancing.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 
 OPTIMIZERS = {

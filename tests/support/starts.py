@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.balance.rescale import apply_factors
+from pathsgd.balancing.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support import cases, networks
 from support.networks import Biased

@@ -8,7 +8,7 @@ import torch
 
 import pathsgd
 from pathsgd import PathNormalized, PathSGD
-from pathsgd.balance.rescale import apply_factors
+from pathsgd.balancing.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import build, traced
 

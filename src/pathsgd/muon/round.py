@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
-from pathsgd.balance.balance import find_exact
-from pathsgd.balance.class_edges import cut_edges
+from pathsgd.balancing.balance import find_exact
+from pathsgd.balancing.class_edges import cut_edges
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.muon.edges import EdgeTable
 from pathsgd.sharding import local_part, shards_of

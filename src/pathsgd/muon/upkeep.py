@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import Version, is_capturing
-from pathsgd.balance.balance import check_finite, find_balancing_factors, find_exact
-from pathsgd.balance.class_edges import ClassFactors
-from pathsgd.balance.equivalence import Changes, agree, join_changes, read_factors
+from pathsgd.balancing.balance import check_finite, find_balancing_factors, find_exact
+from pathsgd.balancing.class_edges import ClassFactors
+from pathsgd.balancing.equivalence import Changes, agree, join_changes, read_factors
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pathsgd.balance.class_edges import (
+from pathsgd.balancing.class_edges import (
     ZERO,
     ClassFactors,
     EdgeLayout,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balance.class_edges import ClassFactors
-from pathsgd.balance.rescale import name_factors
+from pathsgd.balancing.class_edges import ClassFactors
+from pathsgd.balancing.rescale import name_factors
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace

@@ -13,9 +13,9 @@ from torch import nn
 
 import pathsgd
 from pathsgd import PathError
-from pathsgd.balance import class_edges, least_mu
-from pathsgd.balance.balance import find_balancing_factors, find_rows, measure_mu
-from pathsgd.balance.class_edges import ClassFactors
+from pathsgd.balancing import class_edges, least_mu
+from pathsgd.balancing.balance import find_balancing_factors, find_rows, measure_mu
+from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support import cases, networks, starts
 from support.starts import KINDS, NETWORKS, Explosive, LowRank, Squares, rescaled, stack

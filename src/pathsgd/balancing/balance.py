@@ -4,7 +4,7 @@
 
 For finite p and q the minimum is unique (:mod:`pathsgd.geometry.least_mu`). Two networks that are rescalings
 of each other are one network after it, so every optimizer trains them alike. For q = inf it is Lemma 1 of the
-paper (:mod:`pathsgd.balance.lemma1`), whose minimum is not unique.
+paper (:mod:`pathsgd.balancing.lemma1`), whose minimum is not unique.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd.balance.class_edges import ClassFactors, at_rows, in_double, raise_to
-from pathsgd.balance.group_norm import group_norm
-from pathsgd.balance.least_mu import find_least_mu
-from pathsgd.balance.lemma1 import solve_balance
-from pathsgd.balance.rescale import apply_factors
+from pathsgd.balancing.class_edges import ClassFactors, at_rows, in_double, raise_to
+from pathsgd.balancing.group_norm import group_norm
+from pathsgd.balancing.least_mu import find_least_mu
+from pathsgd.balancing.lemma1 import solve_balance
+from pathsgd.balancing.rescale import apply_factors
 from pathsgd.errors import PathError, check_p
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace

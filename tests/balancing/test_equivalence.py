@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd.balance.equivalence import Changes, _compare, agree, join_changes, read_factors
+from pathsgd.balancing.equivalence import Changes, _compare, agree, join_changes, read_factors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support import starts
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, UNet, build, traced

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balance.class_edges import ClassFactors
+from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.errors import RescaleError
 from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from pathsgd.geometry.unit_groups import unit_groups
 from torch import nn
 
 import pathsgd

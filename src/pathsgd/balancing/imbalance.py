@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balance.balance import check_orders, find_balancing_factors, find_rows, measure_mu
-from pathsgd.balance.group_norm import measure_unit_norms
-from pathsgd.balance.lemma1 import solve_balance
-from pathsgd.balance.rescale import name_factors
+from pathsgd.balancing.balance import check_orders, find_balancing_factors, find_rows, measure_mu
+from pathsgd.balancing.group_norm import measure_unit_norms
+from pathsgd.balancing.lemma1 import solve_balance
+from pathsgd.balancing.rescale import name_factors
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
