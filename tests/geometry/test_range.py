@@ -231,7 +231,7 @@ def test_a_small_bias_that_is_all_a_unit_has_is_not_lost(p, bias):
 
 
 def test_weights_that_fp64_cannot_hold_are_refused():
-    """A unit rescaled by 2^-600, so that path weights of its layer differ by 2^1200; balance brings it back."""
+    """A unit rescaled by 2^-600: path weights of its layer differ by 2^1200. Balance brings it back."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False)).double()
     graph = pathsgd.trace(model)
     before = pathsgd.path_norm(model, graph).item()
