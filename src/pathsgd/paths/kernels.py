@@ -189,7 +189,7 @@ class KernelChain:
             self._sum(p)
         alive = torch.where(self.vectors > 0, self.vectors, 1.0)
         least, largest = alive.aminmax()
-        return float(least) > 1 / TRUSTED and float(largest) < TRUSTED
+        return 1 / TRUSTED < float(least) and float(largest) < TRUSTED
 
     def move(self, moves: Moves, rule: Rule) -> None:
         self._set_rates(moves, rule)
