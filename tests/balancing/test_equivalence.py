@@ -62,10 +62,15 @@ DEAD = [starts.DeadChain, starts.LowRank]
 """Some of their units may have any factor."""
 
 
+@pytest.mark.parametrize("zeros", ["", "bias", "bias layers.0"])
 @pytest.mark.parametrize("network", [Mlp, PreActivation, Recurrent, UNet, starts.Squares, *DEAD])
-def test_factors_are_read_as_equations_are_solved(network):
-    """``log |after / before| = t_head - degree t_tail`` for all weights but zeros, by least squares."""
+def test_factors_are_read_as_equations_are_solved(network, zeros):
+    """``log |after / before| = t_head - degree t_tail`` for all weights but zeros, by least squares. Without
+    biases units are known by those before them, without a first layer by those behind."""
     model, _ = starts.build(network)
+    for name, p in model.named_parameters():
+        if any(part in name for part in zeros.split()):
+            torch.nn.init.zeros_(p)
     graph = starts.traced(network)
     units = unit_classes_of(graph)
     other = starts.rescaled(model, graph, "log-normal", 6)

@@ -1,4 +1,4 @@
-"""Layers in sequence: their number, across anything that ends none, and the part of a step each takes."""
+"""Layers in sequence: their number, across all that does not end it, and the part of a step each takes."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ OPTIONS = {
     "p=4": {"lr": 1e-4, "p": 4, "momentum": 0.5},
     "tensor lr": {"lr": torch.tensor(1e-2, dtype=torch.float64), "weight_decay": 0.1},
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = [(20, 33, 5), (20, 70, 33, 5), (20, 70, 60, 50, 5)]
 
 
@@ -107,14 +108,14 @@ def test_every_sum_is_taken_once_and_after_what_it_needs(count):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.parametrize("widths", [(9, 4), (300, 40, 5), (9, 20, 17, 13, 4)], ids=str)
+@pytest.mark.parametrize("widths", [(9, 4), (300, 140, 5), (9, 20, 17, 13, 4)], ids=str)
 def test_kernels_compute_what_blocks_do(widths, p, momentum):
-    """By Triton's interpreter."""
+    """By Triton's interpreter where there is no GPU."""
     from pathsgd.paths.kernels import KernelChain
 
     ends = []
-    for kind in (BlockedChain, lambda chain: KernelChain(chain, torch.device("cpu"))):
-        model = stack(3, *widths, bias=p != 1)
+    for device, kind in (("cpu", BlockedChain), (DEVICE, lambda c: KernelChain(c, torch.device(DEVICE)))):
+        model = stack(3, *widths, bias=p != 1).to(device)
         (chain,) = find_chains(traced_stack(model))
         step = kind(chain)
         generator = torch.Generator().manual_seed(0)
@@ -125,13 +126,13 @@ def test_kernels_compute_what_blocks_do(widths, p, momentum):
                 pair = [None, None]
                 for j, name in enumerate(layer.names):
                     w = model.get_parameter(name)
-                    g = torch.randn(w.shape, generator=generator)
+                    g = torch.randn(w.shape, generator=generator).to(device)
                     b = state.setdefault(name, torch.zeros_like(w)) if momentum else None
                     pair[j] = Moved(w, g, b, 1e-2 * (k + 1), 0.1 * j)
                 moves.append(tuple(pair))
             assert step.measure(moves, p)
             step.move(moves, Rule(p, momentum, momentum > 0, False))
-        ends.append(model)
+        ends.append(model.cpu())
     assert_close(*ends)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pathsgd.errors import check_p
 from pathsgd.geometry.operations.contraction import add_outer_products
 from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
-from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, scale_by_power
+from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, find_middle, scale_by_power
 from pathsgd.geometry.sharded import gather_vectors, take_held_ends
 from pathsgd.geometry.weight_adjoint import adjoin_use, find_ends
 from pathsgd.graph.edge_weights import Tensors
@@ -158,11 +158,16 @@ class Gamma:
         return self.gradient_to_z(step)  # the same division
 
     def _multiply(self, tensor: Tensor, factors: list[Tensor], exponent: Tensor) -> Tensor:
-        """The product in fp64, one factor after the other: together they may be out of range."""
+        """The product, one factor after the other: together they may be out of range. In fp32, unless the
+        tensor is in fp64: factors are brought near 1 before, by powers of two, which change no bit."""
         x = local_part(tensor)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        product = functools.reduce(torch.mul, factors, x.double())
-        return place_like(scale_by_power(product, exponent).to(dtype), tensor)
+        if len(factors) > 1:
+            middle = find_middle(factors[1])
+            factors = [scale_by_power(factors[0], middle), scale_by_power(factors[1], -middle)]
+        first, *others = factors
+        factors = [scale_by_power(first, exponent), *others]
+        return place_like(functools.reduce(torch.mul, [f.to(dtype) for f in factors], x.to(dtype)), tensor)
 
 
 class Gammas(Mapping[str, Gamma]):

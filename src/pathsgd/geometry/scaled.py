@@ -114,7 +114,7 @@ class Arithmetic:
         if not self.centered or not x.mantissa.numel():
             return x
         m = x.mantissa.detach()
-        n = (_find_middle(m) / self.order).round()
+        n = (find_middle(m) / self.order).round()
         exponent = torch.where((m == 0).all(), DEAD, x.exponent + n)
         return Scaled(self.shift(x.mantissa, -n), exponent)
 
@@ -182,11 +182,11 @@ class Arithmetic:
         plain = w.dtype != torch.float64 and self.order <= MAX_PLAIN_P
         if plain or not self.centered or not w.numel():
             return w, make_zero(w.device)
-        exponent = _find_middle(w.detach().abs().double())
+        exponent = find_middle(w.detach().abs().double())
         return scale_by_power(w.double(), -exponent), exponent
 
 
-def _find_middle(x: Tensor) -> Tensor:
+def find_middle(x: Tensor) -> Tensor:
     """The exponent halfway between those of the least and the largest of numbers over 0; 0 if there is
     none."""
     largest, least = x.amax(), torch.where(x > 0, x, math.inf).amin()

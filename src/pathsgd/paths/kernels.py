@@ -18,18 +18,22 @@ from pathsgd._torch import is_capturing
 from pathsgd.paths.chain import Chain, Moves, Rule, order_sums
 from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, on_device
 
-ROWS: tl.constexpr = tl.constexpr(32)
-COLUMNS: tl.constexpr = tl.constexpr(256)
-"""The tile of a matrix that one program reads."""
-ENTRIES: tl.constexpr = tl.constexpr(128)
-"""Of a vector that one program finishes."""
+ROWS: tl.constexpr = tl.constexpr(64)
+COLUMNS: tl.constexpr = tl.constexpr(128)
+"""The tile of a matrix that one program reads,"""
+AT_ONCE: tl.constexpr = tl.constexpr(16)
+"""so many rows at a time: more numbers in fp64 than these do not fit the registers."""
+ENTRIES: tl.constexpr = tl.constexpr(32)
+PARTS: tl.constexpr = tl.constexpr(64)
+"""Of a vector that one program finishes, and the partial sums that it reads at once."""
 FIELDS: tl.constexpr = tl.constexpr(12)
 ADDRESSES = 6
 INTO_ROWS, FROM_COLUMNS = 1, 2
 """What a tile is read for: sums over columns, for gamma_in of the rows; over rows, for gamma_out of the
 columns."""
-TRUSTED = 2.0**450
-"""Path weights between its inverse and it are trusted; outside, the reference has exponents."""
+MAX_ROOT = 2.0**110
+"""1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds it; else torch operations
+take the step."""
 CHECK_EVERY = 100
 """Steps between two that look at them, for which the host waits."""
 
@@ -56,29 +60,40 @@ def _invert_root(x, P: tl.constexpr):
 
 
 @triton.jit
-def _pointer(row, field: tl.constexpr):
-    return tl.load(row + field).to(tl.pointer_type(tl.float32))
+def _pointer(row, field: tl.constexpr, EVEN: tl.constexpr):
+    pointer = tl.load(row + field).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16) if EVEN else pointer
 
 
 @triton.jit
-def sum_kernel(table, tiles, vectors, parts, P: tl.constexpr):
+def _load_columns(row, EVEN: tl.constexpr):
+    """The number of columns; EVEN: a multiple of four in all layers, so that four are read together."""
+    columns = tl.load(row + 7)
+    return tl.multiple_of(columns, 4) if EVEN else columns
+
+
+@triton.jit
+def sum_kernel(table, tiles, vectors, parts, P: tl.constexpr, EVEN: tl.constexpr):
     """Sums of ``|w|^p gamma`` over a tile, by row and by column."""
     tile = tiles + 4 * tl.program_id(0)
     row = table + tl.load(tile) * FIELDS
     first, start, wanted = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    rows, columns = tl.load(row + 6), tl.load(row + 7)
-    r, c = first + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
-    at = r[:, None] * columns + c[None, :]
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    powers = _raise(tl.load(_pointer(row, 0) + at, inside, 0.0).to(tl.float64), P)
-    if wanted & 1:
-        into = tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0)
-        at_rows = parts + tl.load(row + 10) + (start // COLUMNS) * rows + r
-        tl.store(at_rows, tl.sum(powers * into[None, :], 1), r < rows)
+    rows, columns = tl.load(row + 6), _load_columns(row, EVEN)
+    c = tl.multiple_of(start, 4) + tl.arange(0, COLUMNS)
+    into = tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0)
+    weights, outs, sums = _pointer(row, 0, EVEN), vectors + tl.load(row + 9), parts + tl.load(row + 10)
+    by_column = tl.zeros([COLUMNS], tl.float64)
+    for k in tl.static_range(ROWS // AT_ONCE):
+        r = first + k * AT_ONCE + tl.arange(0, AT_ONCE)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        w = tl.load(weights + r[:, None] * columns + c[None, :], inside, 0.0)
+        powers = _raise(w.to(tl.float64), P)
+        if wanted & 1:
+            tl.store(sums + (start // COLUMNS) * rows + r, tl.sum(powers * into[None, :], 1), r < rows)
+        if wanted & 2:
+            by_column += tl.sum(powers * tl.load(outs + r, r < rows, 0.0)[:, None], 0)
     if wanted & 2:
-        out = tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0)
-        at_columns = parts + tl.load(row + 11) + (first // ROWS) * columns + c
-        tl.store(at_columns, tl.sum(powers * out[:, None], 0), c < columns)
+        tl.store(parts + tl.load(row + 11) + (first // ROWS) * columns + c, by_column, c < columns)
 
 
 @triton.jit
@@ -89,11 +104,12 @@ def finish_kernel(table, places, vectors, parts, P: tl.constexpr):
     source, count, length = tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
     k = tl.load(place + 5) + tl.arange(0, ENTRIES)
     total = tl.zeros([ENTRIES], tl.float64)
-    for part in range(count):
-        total += tl.load(parts + source + part * length + k, k < length, 0.0)
+    for first in range(0, count, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < count)[:, None] & (k < length)[None, :]
+        total += tl.sum(tl.load(parts + source + part[:, None] * length + k[None, :], inside, 0.0), 0)
     bias = tl.load(row + 3)
-    is_into = tl.load(place + 1) == tl.load(row + 10)
-    if is_into & (bias != 0):
+    if (source == tl.load(row + 10)) & (bias != 0):
         b = tl.load(bias.to(tl.pointer_type(tl.float32)) + k, k < length, 0.0)
         total += _raise(b.to(tl.float64), P)
     tl.store(vectors + tl.load(place + 4) + k, total, k < length)
@@ -102,39 +118,47 @@ def finish_kernel(table, places, vectors, parts, P: tl.constexpr):
 @triton.jit
 def _move(w_at, g_at, m_at, inside, root, lr, shrink, momentum, MOMENTUM: tl.constexpr,
           NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
-    """The formula of paths/rule.py."""
-    w = tl.load(w_at, inside, 0.0)
-    u = (tl.load(g_at, inside, 0.0).to(tl.float64) * root).to(tl.float32)
+    """The formula of paths/rule.py, with 1 / sqrt(gamma) in fp32."""
+    w, u = tl.load(w_at, inside, 0.0), tl.load(g_at, inside, 0.0) * root
     if MAXIMIZE:
         u = -u
     if MOMENTUM:
-        m = momentum.to(tl.float32) * tl.load(m_at, inside, 0.0) + u
+        m = momentum * tl.load(m_at, inside, 0.0) + u
         tl.store(m_at, m, inside)
-        u = u + momentum.to(tl.float32) * m if NESTEROV else m
-    step = (u.to(tl.float64) * root).to(tl.float32)
-    tl.store(w_at, shrink.to(tl.float32) * w - lr.to(tl.float32) * step, inside)
+        u = u + momentum * m if NESTEROV else m
+    tl.store(w_at, shrink * w - lr * (u * root), inside)
 
 
 @triton.jit
-def move_kernel(table, tiles, vectors, rates, momentum, P: tl.constexpr, MOMENTUM: tl.constexpr,
-                NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
-    """A step of one tile of a matrix, and of the bias beside its first column."""
+def _load_number(at):
+    return tl.load(at).to(tl.float32)
+
+
+@triton.jit
+def move_kernel(table, tiles, vectors, rates, momentum, P: tl.constexpr, EVEN: tl.constexpr,
+                MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
+    """A step of one tile of a matrix, and of the biases beside its first column."""
     tile = tiles + 4 * tl.program_id(0)
     layer = tl.load(tile)
     row, first, start = table + layer * FIELDS, tl.load(tile + 1), tl.load(tile + 2)
-    rows, columns = tl.load(row + 6), tl.load(row + 7)
-    r, c = first + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
-    at = r[:, None] * columns + c[None, :]
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    at_rows = _invert_root(tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0), P)
+    rows, columns = tl.load(row + 6), _load_columns(row, EVEN)
+    c = tl.multiple_of(start, 4) + tl.arange(0, COLUMNS)
     at_columns = _invert_root(tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0), P)
-    numbers, factor = rates + 4 * layer, tl.load(momentum)
-    _move(_pointer(row, 0) + at, _pointer(row, 1) + at, _pointer(row, 2) + at, inside,
-          at_rows[:, None] * at_columns[None, :], tl.load(numbers), tl.load(numbers + 1), factor, MOMENTUM,
-          NESTEROV, MAXIMIZE)  # fmt: skip
-    if (start == 0) & (tl.load(row + 3) != 0):
-        _move(_pointer(row, 3) + r, _pointer(row, 4) + r, _pointer(row, 5) + r, r < rows, at_rows,
-              tl.load(numbers + 2), tl.load(numbers + 3), factor, MOMENTUM, NESTEROV, MAXIMIZE)  # fmt: skip
+    numbers, factor, outs = rates + 4 * layer, _load_number(momentum), vectors + tl.load(row + 9)
+    lr, shrink = _load_number(numbers), _load_number(numbers + 1)
+    w, g, m = _pointer(row, 0, EVEN), _pointer(row, 1, EVEN), _pointer(row, 2, EVEN)
+    has_bias = (start == 0) & (tl.load(row + 3) != 0)
+    for k in tl.static_range(ROWS // AT_ONCE):
+        r = first + k * AT_ONCE + tl.arange(0, AT_ONCE)
+        at = r[:, None] * columns + c[None, :]
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        at_rows = _invert_root(tl.load(outs + r, r < rows, 0.0), P)
+        root = (at_rows[:, None] * at_columns[None, :]).to(tl.float32)
+        _move(w + at, g + at, m + at, inside, root, lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
+        if has_bias:
+            _move(_pointer(row, 3, False) + r, _pointer(row, 4, False) + r, _pointer(row, 5, False) + r,
+                  r < rows, at_rows.to(tl.float32), _load_number(numbers + 2), _load_number(numbers + 3),
+                  factor, MOMENTUM, NESTEROV, MAXIMIZE)  # fmt: skip
 
 
 class KernelChain:
@@ -142,6 +166,7 @@ class KernelChain:
 
     def __init__(self, chain: Chain, device: torch.device) -> None:
         self.device = device
+        self.is_even = all(layer.inputs % 4 == 0 for layer in chain)
         vectors = [n for layer in chain for n in (layer.inputs, layer.outputs)]
         tiles = [(-(-a.outputs // ROWS.value), -(-a.inputs // COLUMNS.value)) for a in chain]
         parts = [n for a, (i, j) in zip(chain, tiles, strict=True) for n in (j * a.outputs, i * a.inputs)]
@@ -187,9 +212,15 @@ class KernelChain:
             return True
         with on_device(self.device):
             self._sum(p)
-        alive = torch.where(self.vectors > 0, self.vectors, 1.0)
-        least, largest = alive.aminmax()
-        return float(least) > 1 / TRUSTED and float(largest) < TRUSTED
+        return all(self._holds_roots(row, p) for row in self.table.fields[:, 6:10].tolist())
+
+    def _holds_roots(self, row: list[int], p: int) -> bool:
+        outputs, inputs, into, out = row
+        vectors = self.vectors[into : into + inputs], self.vectors[out : out + outputs]
+        (least_in, most_in), (least_out, most_out) = (torch.where(x > 0, x, 1.0).aminmax() for x in vectors)
+        ends = torch.stack([least_in * least_out, most_in * most_out, least_out, most_out]).tolist()
+        bound = MAX_ROOT**p
+        return all(1 / bound < x < bound for x in ends)
 
     def move(self, moves: Moves, rule: Rule) -> None:
         self._set_rates(moves, rule)
@@ -207,14 +238,16 @@ class KernelChain:
         self._sum(rule.p)
         move_kernel[(len(self.tiles),)](
             self.table.on_device, self.tiles, self.vectors, self.rates, self.momentum, P=rule.p,
-            MOMENTUM=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=rule.maximize,
+            EVEN=self.is_even, MOMENTUM=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=rule.maximize,
             enable_fp_fusion=False,
         )  # fmt: skip
 
     def _sum(self, p: int) -> None:
         for read, finished in self.rounds:
             arguments = self.vectors, self.parts
-            sum_kernel[(len(read),)](self.table.on_device, read, *arguments, P=p, enable_fp_fusion=False)
+            sum_kernel[(len(read),)](
+                self.table.on_device, read, *arguments, P=p, EVEN=self.is_even, enable_fp_fusion=False
+            )
             finish_kernel[(len(finished),)](self.table.on_device, finished, *arguments, P=p)
 
     def _point(self, moves: Moves) -> None:
