@@ -159,14 +159,17 @@ class Gamma:
 
     def _multiply(self, tensor: Tensor, factors: list[Tensor], exponent: Tensor) -> Tensor:
         """The product, one factor after the other: together they may be out of range. In fp32, unless the
-        tensor is in fp64: factors are brought near 1 before, by powers of two, which change no bit."""
+        tensor is in fp64; factors with exponents are brought near 1 before, by powers of two, which change no
+        bit."""
         x = local_part(tensor)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        if len(factors) > 1:
-            middle = find_middle(factors[1])
-            factors = [scale_by_power(factors[0], middle), scale_by_power(factors[1], -middle)]
-        first, *others = factors
-        factors = [scale_by_power(first, exponent), *others]
+        if self.arithmetic.centered:
+            middle = find_middle(factors[-1]) if len(factors) > 1 else torch.zeros_like(exponent)
+            first, *others = factors
+            factors = [
+                scale_by_power(first, exponent + middle),
+                *(scale_by_power(f, -middle) for f in others),
+            ]
         return place_like(functools.reduce(torch.mul, [f.to(dtype) for f in factors], x.to(dtype)), tensor)
 
 

@@ -26,6 +26,9 @@ TRUSTED = 2.0**500
 """Mantissas, which are centered at 1, between its inverse and it are trusted: so are their products."""
 
 
+TRUSTED_ROOT = 2.0**100
+"""The same for p-th roots of numbers without exponents."""
+
 COMPUTED = (Linear, Conv, Multiply, Add, Square, Cat)
 """Operations after which numbers may lie farther apart; others move numbers, or are zero where a bias is."""
 
@@ -132,11 +135,13 @@ class PoweredNetwork:
 
 
 def is_in_range(network: PoweredNetwork) -> bool:
-    """Whether fp64 alone was enough for a network that is not centered, and nothing is zero."""
+    """Whether fp64 alone was enough for a network that is not centered, nothing is zero, and fp32 holds the
+    p-th roots of all numbers, which steps are multiplied by."""
     if not network.seen:
         return True
     least, largest = torch.stack(network.seen).T.tolist()
-    return all(x >= 1 / TRUSTED for x in least) and all(x <= TRUSTED for x in largest)  # nan is not
+    bound = min(TRUSTED, TRUSTED_ROOT**network.arithmetic.order)
+    return all(x >= 1 / bound for x in least) and all(x <= bound for x in largest)  # nan is not
 
 
 def find_reachable(network: PoweredNetwork) -> PoweredNetwork:

@@ -16,7 +16,10 @@ from pathsgd.paths.chain import Chain, Moved, Moves, Rule, order_sums
 BLOCK = 1 << 16
 """Entries of a block."""
 
-LARGEST_ROOT = 2.0**110
+CHECK_EVERY = 100
+"""Steps between two that look whether numbers are in range."""
+
+MAX_ROOT = 2.0**110
 """1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds it; fp64 holds more, but
 then the other numbers are as far apart."""
 
@@ -30,6 +33,9 @@ class BlockedChain:
         self.out = [torch.ones(layer.outputs, dtype=torch.float64) for layer in chain]
         self.roots: list[tuple[Tensor, Tensor]] = []
         """Of every layer, gamma_in^(-1/p) and gamma_out^(-1/p)."""
+        self.middles: list[float] = []
+        """Powers of two by which the first of these is divided, and the second multiplied."""
+        self._steps, self._fits = 0, True
 
     def measure(self, moves: Moves, p: int) -> bool:
         for layers in order_sums(self.count):
@@ -46,7 +52,12 @@ class BlockedChain:
         self.roots = [
             (_invert_root(a, p), _invert_root(b, p)) for a, b in zip(self.into, self.out, strict=True)
         ]
-        return all(_fits(a, b) for a, b in self.roots)
+        self._steps += 1
+        if self._steps % CHECK_EVERY == 1 or not self._fits:
+            extremes = [(_find_extremes(a), _find_extremes(b)) for a, b in self.roots]
+            self.middles = [_find_middle(into) for into, _ in extremes]
+            self._fits = all(_holds(into, out) for into, out in extremes)
+        return self._fits
 
     def _sum(self, k: int, weight: Tensor, p: int, rows: bool, columns: bool) -> None:
         for place, powers in _take_blocks(weight, torch.float64):
@@ -57,8 +68,8 @@ class BlockedChain:
                 self.out[k - 1].addmv_(powers.t(), self.out[k][place])
 
     def move(self, moves: Moves, rule: Rule) -> None:
-        for (weight, bias), (into, out) in zip(moves, self.roots, strict=True):
-            dtype, scale = weight.parameter.dtype, _find_middle(into)
+        for (weight, bias), (into, out), scale in zip(moves, self.roots, self.middles, strict=True):
+            dtype = weight.parameter.dtype
             at_columns, at_rows = (into / scale).to(dtype), (out * scale).to(dtype)[:, None]
             for place, root in _take_blocks(weight.parameter, dtype):
                 torch.mul(at_rows[place], at_columns, out=root)
@@ -102,26 +113,30 @@ def _raise(x: Tensor, p: int) -> Tensor:
 
 def _invert_root(x: Tensor, p: int) -> Tensor:
     """``x^(-1/p)``, 0 for 0."""
-    for _ in range(p // 2):
-        x = x.sqrt()
-    return torch.where(x > 0, 1 / x, 0)
+    if p == 1:
+        root = x.reciprocal()
+    else:
+        root = (x.sqrt() if p == 4 else x).rsqrt()
+    return root.nan_to_num_(nan=math.nan, posinf=0.0)
 
 
-def _find_middle(x: Tensor) -> float:
-    """A power of two halfway between the least and the largest of these numbers that are not 0."""
-    least, largest = _find_extremes(x)
-    return 2.0 ** round((math.log2(least) + math.log2(largest)) / 2)
+Extremes = tuple[float, float]
 
 
-def _find_extremes(x: Tensor) -> tuple[float, float]:
-    alive = x[x > 0]
+def _find_extremes(x: Tensor) -> Extremes:
+    """The least and the largest of numbers that are not 0; nan if there is one."""
+    alive = x[x != 0]
     return (float(alive.min()), float(alive.max())) if alive.numel() else (1.0, 1.0)
 
 
-def _fits(into: Tensor, out: Tensor) -> bool:
+def _find_middle(into: Extremes) -> float:
+    """A power of two halfway between."""
+    if not all(map(math.isfinite, into)):
+        return 1.0
+    return 2.0 ** round((math.log2(into[0]) + math.log2(into[1])) / 2)
+
+
+def _holds(into: Extremes, out: Extremes) -> bool:
     """Whether fp32 holds all products, and both vectors once they are brought to the same middle."""
-    (a, b), (c, d) = _find_extremes(into), _find_extremes(out)
-    numbers = (a * c, b * d, c, d, b / a, d / c)
-    return all(1 / LARGEST_ROOT <= x <= LARGEST_ROOT for x in numbers) and bool(
-        torch.isfinite(into + out[:1]).all()
-    )
+    numbers = (into[0] * out[0], into[1] * out[1], *out, into[1] / into[0], out[1] / out[0])
+    return all(1 / MAX_ROOT <= x <= MAX_ROOT for x in numbers)  # nan is not

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pathsgd._torch import is_capturing
 from pathsgd.paths.chain import Chain, Moves, Rule, order_sums
-from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, on_device
+from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, free_after_capture, on_device
 
 ROWS: tl.constexpr = tl.constexpr(64)
+MOVED_ROWS: tl.constexpr = tl.constexpr(32)
 COLUMNS: tl.constexpr = tl.constexpr(128)
-"""The tile of a matrix that one program reads,"""
-AT_ONCE: tl.constexpr = tl.constexpr(16)
-"""so many rows at a time: more numbers in fp64 than these do not fit the registers."""
+"""The tile of a matrix that one program sums over, and that which it moves."""
+WARPS = 8
 ENTRIES: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(64)
 """Of a vector that one program finishes, and the partial sums that it reads at once."""
@@ -79,21 +79,19 @@ def sum_kernel(table, tiles, vectors, parts, P: tl.constexpr, EVEN: tl.constexpr
     row = table + tl.load(tile) * FIELDS
     first, start, wanted = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     rows, columns = tl.load(row + 6), _load_columns(row, EVEN)
+    r = first + tl.arange(0, ROWS)
     c = tl.multiple_of(start, 4) + tl.arange(0, COLUMNS)
-    into = tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0)
-    weights, outs, sums = _pointer(row, 0, EVEN), vectors + tl.load(row + 9), parts + tl.load(row + 10)
-    by_column = tl.zeros([COLUMNS], tl.float64)
-    for k in tl.static_range(ROWS // AT_ONCE):
-        r = first + k * AT_ONCE + tl.arange(0, AT_ONCE)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        w = tl.load(weights + r[:, None] * columns + c[None, :], inside, 0.0)
-        powers = _raise(w.to(tl.float64), P)
-        if wanted & 1:
-            tl.store(sums + (start // COLUMNS) * rows + r, tl.sum(powers * into[None, :], 1), r < rows)
-        if wanted & 2:
-            by_column += tl.sum(powers * tl.load(outs + r, r < rows, 0.0)[:, None], 0)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    w = tl.load(_pointer(row, 0, EVEN) + r[:, None] * columns + c[None, :], inside, 0.0)
+    powers = _raise(w.to(tl.float64), P)
+    if wanted & 1:
+        into = tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0)
+        at_rows = parts + tl.load(row + 10) + (start // COLUMNS) * rows + r
+        tl.store(at_rows, tl.sum(powers * into[None, :], 1), r < rows)
     if wanted & 2:
-        tl.store(parts + tl.load(row + 11) + (first // ROWS) * columns + c, by_column, c < columns)
+        out = tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0)
+        at_columns = parts + tl.load(row + 11) + (first // ROWS) * columns + c
+        tl.store(at_columns, tl.sum(powers * out[:, None], 0), c < columns)
 
 
 @triton.jit
@@ -135,30 +133,29 @@ def _load_number(at):
 
 
 @triton.jit
-def move_kernel(table, tiles, vectors, rates, momentum, P: tl.constexpr, EVEN: tl.constexpr,
+def move_kernel(table, tiles, vectors, rates, P: tl.constexpr, EVEN: tl.constexpr,
                 MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr):  # fmt: skip
-    """A step of one tile of a matrix, and of the biases beside its first column."""
+    """A step of one tile of a matrix, and of the biases beside its first column. ``rates`` has momentum, then
+    for every layer lr and what decay leaves, of its weights and of its biases."""
     tile = tiles + 4 * tl.program_id(0)
     layer = tl.load(tile)
     row, first, start = table + layer * FIELDS, tl.load(tile + 1), tl.load(tile + 2)
     rows, columns = tl.load(row + 6), _load_columns(row, EVEN)
+    r = first + tl.arange(0, MOVED_ROWS)
     c = tl.multiple_of(start, 4) + tl.arange(0, COLUMNS)
+    at = r[:, None] * columns + c[None, :]
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    at_rows = _invert_root(tl.load(vectors + tl.load(row + 9) + r, r < rows, 0.0), P)
     at_columns = _invert_root(tl.load(vectors + tl.load(row + 8) + c, c < columns, 0.0), P)
-    numbers, factor, outs = rates + 4 * layer, _load_number(momentum), vectors + tl.load(row + 9)
+    numbers, factor = rates + 1 + 4 * layer, _load_number(rates)
+    root = (at_rows[:, None] * at_columns[None, :]).to(tl.float32)
+    w, g, m = _pointer(row, 0, EVEN) + at, _pointer(row, 1, EVEN) + at, _pointer(row, 2, EVEN) + at
     lr, shrink = _load_number(numbers), _load_number(numbers + 1)
-    w, g, m = _pointer(row, 0, EVEN), _pointer(row, 1, EVEN), _pointer(row, 2, EVEN)
-    has_bias = (start == 0) & (tl.load(row + 3) != 0)
-    for k in tl.static_range(ROWS // AT_ONCE):
-        r = first + k * AT_ONCE + tl.arange(0, AT_ONCE)
-        at = r[:, None] * columns + c[None, :]
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        at_rows = _invert_root(tl.load(outs + r, r < rows, 0.0), P)
-        root = (at_rows[:, None] * at_columns[None, :]).to(tl.float32)
-        _move(w + at, g + at, m + at, inside, root, lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
-        if has_bias:
-            _move(_pointer(row, 3, False) + r, _pointer(row, 4, False) + r, _pointer(row, 5, False) + r,
-                  r < rows, at_rows.to(tl.float32), _load_number(numbers + 2), _load_number(numbers + 3),
-                  factor, MOMENTUM, NESTEROV, MAXIMIZE)  # fmt: skip
+    _move(w, g, m, inside, root, lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
+    if (start == 0) & (tl.load(row + 3) != 0):
+        w, g, m = _pointer(row, 3, False) + r, _pointer(row, 4, False) + r, _pointer(row, 5, False) + r
+        lr, shrink = _load_number(numbers + 2), _load_number(numbers + 3)
+        _move(w, g, m, r < rows, at_rows.to(tl.float32), lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
 
 
 class KernelChain:
@@ -190,14 +187,18 @@ class KernelChain:
                     finished += _list_entries(k, sums[2 * k + 1], tiles[k][0], chain[k].inputs, at[2 * k - 1])
             self.rounds.append((self._put(read), self._put(finished)))
         self.tiles = self._put(
-            [[k, *tile, 0] for k, a in enumerate(chain) for tile in _list_tiles(a.outputs, a.inputs)]
+            [
+                [k, *tile, 0]
+                for k, a in enumerate(chain)
+                for tile in _list_tiles(a.outputs, a.inputs, MOVED_ROWS.value)
+            ]
         )
-        self.rates = torch.zeros(len(chain), 4, dtype=torch.float64, device=device)
-        self.momentum = torch.zeros((), dtype=torch.float64, device=device)
+        self.rates = torch.zeros(1 + 4 * len(chain), dtype=torch.float64, device=device)
         self._numbers: list[float] | None = None
-        self._steps = 0
+        self._captured: list[Tensor] = []
+        free_after_capture(self, self._captured)
+        self._steps, self._fits = 0, True
         self._graphs: dict[Rule, CUDAGraph] = {}
-        self._looked = 0
 
     def _put(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
@@ -208,11 +209,11 @@ class KernelChain:
         if is_capturing():
             return True
         self._steps += 1
-        if self._steps % CHECK_EVERY != 1:
-            return True
-        with on_device(self.device):
-            self._sum(p)
-        return all(self._holds_roots(row, p) for row in self.table.fields[:, 6:10].tolist())
+        if self._steps % CHECK_EVERY == 1 or not self._fits:
+            with on_device(self.device):
+                self._sum(p)
+            self._fits = all(self._holds_roots(row, p) for row in self.table.fields[:, 6:10].tolist())
+        return self._fits
 
     def _holds_roots(self, row: list[int], p: int) -> bool:
         outputs, inputs, into, out = row
@@ -237,16 +238,22 @@ class KernelChain:
     def _launch(self, rule: Rule) -> None:
         self._sum(rule.p)
         move_kernel[(len(self.tiles),)](
-            self.table.on_device, self.tiles, self.vectors, self.rates, self.momentum, P=rule.p,
+            self.table.on_device, self.tiles, self.vectors, self.rates, P=rule.p,
             EVEN=self.is_even, MOMENTUM=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=rule.maximize,
-            enable_fp_fusion=False,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _sum(self, p: int) -> None:
         for read, finished in self.rounds:
             arguments = self.vectors, self.parts
             sum_kernel[(len(read),)](
-                self.table.on_device, read, *arguments, P=p, EVEN=self.is_even, enable_fp_fusion=False
+                self.table.on_device,
+                read,
+                *arguments,
+                P=p,
+                EVEN=self.is_even,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
             )
             finish_kernel[(len(finished),)](self.table.on_device, finished, *arguments, P=p)
 
@@ -261,38 +268,28 @@ class KernelChain:
         self.table.point(addresses, ADDRESSES, lambda by_layer: by_layer)
 
     def _set_rates(self, moves: Moves, rule: Rule) -> None:
-        """Tells the kernels rates and decay, by a copy for which the host does not wait."""
-        numbers = [rule.momentum]
-        tensors = []
-        for k, own in enumerate(moves):
-            for j, m in enumerate(own):
+        """Tells the kernels rates and decay, by one copy for which the host does not wait."""
+        numbers, tensors = [rule.momentum], []
+        for own in moves:
+            for m in own:
                 lr = 0.0 if m is None or isinstance(m.lr, Tensor) else float(m.lr)
-                numbers += [lr, 1 - lr * m.weight_decay if m is not None else 1.0]
                 if m is not None and isinstance(m.lr, Tensor):
-                    tensors.append((k, 2 * j, m))
+                    tensors.append((len(numbers), m))
+                numbers += [lr, 1 - lr * m.weight_decay if m is not None else 1.0]
         if numbers != self._numbers or is_capturing():
+            on_gpu = self.device.type == "cuda"
+            values = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu)
+            self.rates.copy_(values, non_blocking=True)
             if is_capturing():
-                self._fill(numbers)
-            else:
-                values = torch.tensor(numbers, dtype=torch.float64)
-                values = values.pin_memory() if self.device.type == "cuda" else values
-                self.momentum.copy_(values[0], non_blocking=True)
-                self.rates.copy_(values[1:].view(-1, 4), non_blocking=True)
+                self._captured.append(values)  # a replay copies it again
             self._numbers = None if is_capturing() else numbers
-        for k, j, m in tensors:
-            self.rates[k, j] = m.lr
-            self.rates[k, j + 1] = 1 - m.lr * m.weight_decay
-
-    def _fill(self, numbers: list[float]) -> None:
-        """By kernels that hold the numbers: what a captured copy would read is gone when it is replayed."""
-        self.momentum.fill_(numbers[0])
-        flat = self.rates.view(-1)
-        for k, number in enumerate(numbers[1:]):
-            flat[k].fill_(number)
+        for k, m in tensors:
+            self.rates[k] = m.lr
+            self.rates[k + 1] = 1 - m.lr * m.weight_decay
 
 
-def _list_tiles(rows: int, columns: int) -> list[list[int]]:
-    return [[r, c] for r in range(0, rows, ROWS.value) for c in range(0, columns, COLUMNS.value)]
+def _list_tiles(rows: int, columns: int, step: int = ROWS.value) -> list[list[int]]:
+    return [[r, c] for r in range(0, rows, step) for c in range(0, columns, COLUMNS.value)]
 
 
 def _list_entries(layer: int, source: int, count: int, length: int, target: int) -> list[list[int]]:
