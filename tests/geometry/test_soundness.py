@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd._torch import allow_cudnn_tf32
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import dense_gammas
 
@@ -315,7 +314,7 @@ def test_balance_of_residual_streams_with_large_gain(seed):
 @pytest.mark.parametrize("old_setting", [False, True])
 def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting):
     """torch.export asks for one TF32 setting of cudnn; there may be two."""
-    allow_cudnn_tf32(old_setting)
+    torch._C._set_cudnn_allow_tf32(old_setting)
     own = getattr(torch.backends.cudnn, setting)
     before = own.fp32_precision
     own.fp32_precision = "ieee"
@@ -326,5 +325,5 @@ def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting
         assert own.fp32_precision == "ieee"
     finally:
         own.fp32_precision = before
-        allow_cudnn_tf32(True)
+        torch._C._set_cudnn_allow_tf32(True)
     assert all(info.normalised for info in graph.parameters.values())

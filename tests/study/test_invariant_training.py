@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import pathsgd
-from pathsgd import PathAdagrad, PathSGD
+from pathsgd import PathNormalized, PathSGD
 
 EPOCHS, BATCH = 20, 100
 
@@ -50,7 +50,9 @@ def curve(model, optimizer, digits):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda m: PathSGD(m, lr=0.1), lambda m: PathAdagrad(m)], ids=["PathSGD", "PathAdagrad"]
+    "make",
+    [lambda m: PathSGD(m, lr=0.1), lambda m: PathNormalized(torch.optim.Adagrad, m, lr=0.01)],
+    ids=["PathSGD", "Adagrad"],
 )
 def test_both_starts_follow_one_curve(make, digits):
     curves = [curve(model, make(model), digits) for model in starts()]

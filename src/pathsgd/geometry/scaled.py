@@ -36,11 +36,9 @@ class Scaled(NamedTuple):
     exponent: Tensor
 
 
-@functools.cache
 def make_zero(device: torch.device) -> Tensor:
-    """The exponent 0; kept, since a CUDA graph may read it."""
-    with torch.inference_mode(False):
-        return torch.zeros((), dtype=torch.float64, device=device)
+    """The exponent 0."""
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def scale_by_power(x: Tensor, n: Tensor) -> Tensor:

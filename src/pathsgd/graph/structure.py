@@ -53,7 +53,7 @@ class ParameterInfo:
 
     Example:
         >>> import pathsgd, torch
-        >>> info = pathsgd.trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))).parameters[
+        >>> info = pathsgd.trace(torch.nn.Sequential(*map(torch.nn.Linear, (2, 3), (3, 1)))).parameters[
         ...     "0.bias"
         ... ]
         >>> info.shape, info.roles, info.normalised

@@ -64,7 +64,7 @@ def path_sgd(
         PathError: a name or a shape is not that of the graph, or a buffer is missing.
 
     Example:
-        >>> import pathsgd
+        >>> import pathsgd, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> graph, params = pathsgd.trace(model), dict(model.named_parameters())
         >>> def loss(params, x):
@@ -115,7 +115,7 @@ def gammas(graph: PathGraph, params: Named, buffers: Named | None = None, p: flo
         PathError: a name or a shape is not that of the graph, or a buffer is missing.
 
     Example:
-        >>> import pathsgd
+        >>> import pathsgd, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> found = gammas(pathsgd.trace(model), dict(model.named_parameters()))
         >>> found["0.weight"].dense().shape
