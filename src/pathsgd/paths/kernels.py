@@ -153,9 +153,10 @@ def move_kernel(table, tiles, vectors, rates, P: tl.constexpr, EVEN: tl.constexp
     lr, shrink = _load_number(numbers), _load_number(numbers + 1)
     _move(w, g, m, inside, root, lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
     if (start == 0) & (tl.load(row + 3) != 0):
-        w, g, m = _pointer(row, 3, False) + r, _pointer(row, 4, False) + r, _pointer(row, 5, False) + r
-        lr, shrink = _load_number(numbers + 2), _load_number(numbers + 3)
-        _move(w, g, m, r < rows, at_rows.to(tl.float32), lr, shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
+        b, b_g, b_m = _pointer(row, 3, False) + r, _pointer(row, 4, False) + r, _pointer(row, 5, False) + r
+        b_lr, b_shrink = _load_number(numbers + 2), _load_number(numbers + 3)
+        b_root = at_rows.to(tl.float32)
+        _move(b, b_g, b_m, r < rows, b_root, b_lr, b_shrink, factor, MOMENTUM, NESTEROV, MAXIMIZE)
 
 
 class KernelChain:
