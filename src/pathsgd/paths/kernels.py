@@ -19,10 +19,10 @@ from pathsgd.paths.chain import Chain, Moves, Rule, order_sums
 from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, free_after_capture, on_device
 
 ROWS: tl.constexpr = tl.constexpr(64)
-MOVED_ROWS: tl.constexpr = tl.constexpr(32)
+MOVED_ROWS: tl.constexpr = tl.constexpr(16)
 COLUMNS: tl.constexpr = tl.constexpr(128)
 """The tile of a matrix that one program sums over, and that which it moves."""
-WARPS = 8
+WARPS = 4
 ENTRIES: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(64)
 """Of a vector that one program finishes, and the partial sums that it reads at once."""
