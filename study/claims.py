@@ -196,7 +196,7 @@ TEXTS = {
 }
 SAME = 0.005  # how far apart the test errors of the same curves may be, in the mean over the epochs
 HURT, HURT_LOSS = 1.25, 2.0
-"""How many times the test error, or the training loss, of the balanced start is a considerable harm."""
+"""Multiples of the balanced start's test error, and training loss, that are a considerable harm."""
 SLIGHTLY = 0.01  # how much lower an error is that is slightly lower
 ABOUT = 1.04  # how many times (B+1)/B still is about that
 

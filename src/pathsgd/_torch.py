@@ -41,7 +41,7 @@ def foreach(operation: str, tensors: Sequence[Tensor], *others: Any, **options: 
 
 
 _uncompiled: list[Callable[[], None]] = []
-"""What is to be done once torch.compile has been imported."""
+"""Functions to call once torch.compile has been imported."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,7 +95,7 @@ def is_transforming() -> bool:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """What a rank holds of a DTensor. ``to_local()`` makes a view of it each time, for autograd."""
+    """The part of a DTensor that a rank holds. ``to_local()`` makes a view of it each time, for autograd."""
     local = tensor._local_tensor
     return local if type(local) is Tensor else tensor.to_local()
 
@@ -130,8 +130,8 @@ Version = tuple[int, int]
 
 
 def versions(tensors: Iterable[Tensor]) -> list[Version]:
-    """Where each tensor lies and how often torch has written it. A write through ``.data``, numpy or a fused
-    CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
+    """The address of each tensor and how often torch has written it. A write through ``.data``, numpy or a
+    fused CPU optimizer is not counted: after one, call the optimizer's ``refresh()``."""
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
@@ -142,7 +142,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its children, its parameters and its buffers."""
+    """The dicts in which a module keeps its children, its parameters and its buffers."""
     return module._modules, module._parameters, module._buffers
 
 

@@ -28,7 +28,7 @@ class TraceError(PathError):
 
 
 class DataDependentError(TraceError):
-    """What a model computes depends on values in a way that torch.export cannot follow.
+    """A model's computation depends on values in a way that torch.export cannot follow.
 
     Example:
         >>> import pathsgd, torch

@@ -14,7 +14,7 @@ from pathsgd import BalancedMuon
 def trainer_optimizer(
     optimizer_class: Callable[..., Optimizer] = BalancedMuon, example_input: Any = None, **options: Any
 ) -> tuple[type[_Factory], dict[str, Any]]:
-    """What ``Trainer`` takes as ``optimizer_cls_and_kwargs``.
+    """Returns the pair that ``Trainer`` takes as ``optimizer_cls_and_kwargs``.
 
     An optimizer class given there is called with parameters, which do not say what their paths are. What is
     returned here is called with the model: when training begins, so that ``model_init`` works too.
@@ -39,7 +39,7 @@ def trainer_optimizer(
 
 
 class _Factory:
-    """What is no torch optimizer Trainer makes without arguments, and calls with the model."""
+    """A class that is no torch optimizer, which Trainer makes without arguments, and calls with the model."""
 
     def __call__(
         self, model: nn.Module, *, optimizer_class: Callable[..., Optimizer], **options: Any

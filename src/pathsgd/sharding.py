@@ -40,7 +40,7 @@ class Shard:
     start: int
     length: int
     size: int
-    """Of the axis."""
+    """The size of the axis."""
     group: dist.ProcessGroup
 
     @property
@@ -54,7 +54,7 @@ class Shard:
         return dist.get_world_size(self.group)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Where the part of a rank begins and ends."""
+        """The indices at which the part of a rank begins and ends."""
         return min(rank * self.largest, self.size), min((rank + 1) * self.largest, self.size)
 
     def of(self, x: Tensor, dim: int) -> Tensor:
@@ -118,7 +118,7 @@ def _unsupported(tensor: DTensor) -> PathError:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """The part of a tensor that this rank holds, sharing its memory."""
     if not is_sharded(tensor):
         return tensor
     return tensor.to_local() if torch.is_grad_enabled() else local_tensor(tensor)

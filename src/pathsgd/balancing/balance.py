@@ -2,7 +2,7 @@
 
     mu_{p,q}(w) = (sum over units (sum over incoming |w|^p)^(q/p))^(1/q)
 
-For finite p and q the minimum is unique (:mod:`pathsgd.geometry.least_mu`). Two networks that are rescalings
+For finite p and q the minimum is unique (:mod:`pathsgd.balancing.least_mu`). Two networks that are rescalings
 of each other are one network after it, so every optimizer trains them alike. For q = inf it is Lemma 1 of the
 paper (:mod:`pathsgd.balancing.lemma1`), whose minimum is not unique.
 """
@@ -112,8 +112,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def find_exact(tensors: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], count: int) -> Tensor:
-    """By class, whether it is rescaled by powers of two alone, since a parameter of 16 bits would be
-    rounded."""
+    """Whether a class is rescaled by powers of two alone, since a parameter of 16 bits would be rounded; by
+    class."""
     exact = torch.zeros(count, dtype=torch.bool)
     for name, edge in edges.items():
         if name in tensors and tensors[name].element_size() < 4:
@@ -154,14 +154,14 @@ def find_balancing_factors(
 
 
 def _rounding(tensors: Iterable[Tensor]) -> float:
-    """What the rounding of the weights makes of log s in a network that is balanced already."""
+    """The size of log s that the rounding of the weights causes in a network that is balanced already."""
     floats = {t.dtype for t in tensors if t.is_floating_point()}
     return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats if dtype.itemsize > 2), 0.0)
 
 
 def find_rows(graph: PathGraph) -> dict[str, Tensor]:
-    """By parameter, the number of the unit that each of its entries leads into; one for several units that
-    share a weight."""
+    """The number of the unit that each entry of a parameter leads into, by parameter; one for several units
+    that share a weight."""
     found: dict[str, Tensor] = {}
     start = 1
     for group in find_unit_groups(graph):

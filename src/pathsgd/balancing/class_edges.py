@@ -35,12 +35,12 @@ class Matrix:
     """The edges from every unit of one layer to every unit of another."""
 
     values: Tensor
-    """By head and tail; of a sharded parameter the part that this rank holds."""
+    """The numbers of the edges, by head and tail; of a sharded parameter the part that this rank holds."""
     heads: Tensor
     tails: Tensor
     degree: int
     units: Tensor
-    """By head, the unit whose incoming weights it is, numbered over the whole network."""
+    """The unit whose incoming weights a row of ``values`` is, by head; numbered over the whole network."""
     held: tuple[Tensor, Tensor] | None = None
     """Which heads and which tails ``values`` has, if not all."""
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -77,7 +77,7 @@ class Matrix:
         return self.complete(local, 1, largest=True)
 
     def at_tails(self, by_tail: Tensor) -> Tensor:
-        """Of values by tail, those of the columns that this rank holds."""
+        """The values, out of those by tail, of the columns that this rank holds."""
         return by_tail if self.held is None else by_tail[self.held[1]]
 
     def at_heads(self, by_head: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Edges:
 
     matrices: list[Matrix]
     values: Tensor
-    """Of the edges that are in no matrix, as are those below."""
+    """The numbers of the edges that are in no matrix; the fields below are of these edges, too."""
     heads: Tensor
     tails: Tensor
     degrees: Tensor
@@ -112,7 +112,7 @@ class Edges:
 
 
 class EdgeLayout:
-    """Where the entries of one parameter lie among classes.
+    """The layout of one parameter's entries among classes.
 
     Args:
         name: of the parameter.
@@ -309,7 +309,7 @@ def cut_edges(edge: EdgeClasses, shards: tuple[Shard, ...]) -> EdgeClasses:
 
 
 def cut_ids(ids: Tensor, shards: tuple[Shard, ...]) -> Tensor:
-    """What belongs to the entries that this rank holds, of what has size one where it does not change."""
+    """The part of ids for the entries that this rank holds; ids have size one where they do not change."""
     for shard in shards:
         if ids.shape[shard.dim] > 1:
             ids = ids.narrow(shard.dim, shard.start, shard.length)
@@ -317,7 +317,7 @@ def cut_ids(ids: Tensor, shards: tuple[Shard, ...]) -> Tensor:
 
 
 def _take(table: Tensor, chosen: Tensor, dim: int) -> Tensor:
-    """What is chosen along a dimension: a view, if it is in one piece."""
+    """The chosen entries along a dimension: a view, if they are in one piece."""
     index = chosen.nonzero().flatten()
     if len(index) and int(index[-1] - index[0]) == len(index) - 1:
         return table.narrow(dim, int(index[0]), len(index))

@@ -1,4 +1,4 @@
-"""How far a network, and every unit of it, is from its balanced equivalent.
+"""Measures how far a network, and every unit of it, is from its balanced equivalent.
 
 Balancing (:func:`pathsgd.balance`) multiplies the weights into unit v by a factor s_v and divides those out
 of it. The imbalance of v is ``-log2 s_v``: the network is its balanced equivalent with every unit rescaled by
@@ -52,14 +52,14 @@ class LayerImbalance:
     units: int
     rescalable: int
     norm: Spread | None
-    """Of the incoming weights, over units: mu_{p,inf} is the largest of these."""
+    """Norms of the incoming weights, over units: mu_{p,inf} is the largest of these."""
     imbalance: Spread | None
     """log2, over the units that can be rescaled; None if there are none."""
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """What :func:`pathsgd.imbalance` found.
+    """The result of :func:`pathsgd.imbalance`.
 
     Attributes:
         p: the order of the norms over the weights into a unit.

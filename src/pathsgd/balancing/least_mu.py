@@ -42,7 +42,7 @@ from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 
 LOG_2 = math.log(2)
 TOLERANCE = 1e-13
-"""Of ``log(arriving / leaving)``."""
+"""Tolerance of ``log(arriving / leaving)``."""
 ROUNDED, PATIENCE = 1e-10, 30
 """Below so much it is rounding, if so many rounds do not halve it."""
 ROUNDS = 2000
@@ -146,7 +146,7 @@ def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
 
 
 def _find_joined(edges: Edges, count: int) -> Tensor:
-    """By class, whether a weight that is not zero leads into it or out of it."""
+    """Whether a weight that is not zero leads into a class or out of it, by class."""
     used = edges.values > ZERO // 2
     found = [edges.heads[used], edges.tails[used]]
     for matrix in edges.matrices:
@@ -158,7 +158,7 @@ def _find_joined(edges: Edges, count: int) -> Tensor:
 
 
 def _choose(left: Tensor, joined: Tensor) -> Tensor:
-    """Of classes that are left, those without any weights; if there are none, the first."""
+    """The classes that are left and have no weights; if there are none, the first that is left."""
     alone = left & ~joined
     return alone if bool(alone.any()) else torch.arange(len(left)) == left.nonzero()[0]
 
@@ -191,7 +191,7 @@ def _take_logarithms(powers: Edges, scale: float) -> Edges:
 
 
 def _find_layers(layouts: list[EdgeLayout], count: int) -> Tensor:
-    """By class, the number of its layer: units that one parameter leads into, or out of, are in one. Layer 0
+    """The number of each class's layer: units that one parameter leads into, or out of, are in one. Layer 0
     is that of units which cannot be rescaled."""
     node = torch.full((count,), -1)
     together = UnionFind(1)
@@ -223,7 +223,7 @@ def _log_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Flow:
-    """What arrives at every class and what leaves it, and mu^q; all in logarithms."""
+    """The flow into every class and the flow out of it, and mu^q; all in logarithms."""
 
     arriving: Tensor
     leaving: Tensor
@@ -379,7 +379,7 @@ class _Solver:
     # Classes without a minimum
 
     def _find_walks_to_fixed(self) -> Tensor:
-        """By class, whether a walk leads from it to a unit that cannot be rescaled."""
+        """Whether a walk leads from a class to a unit that cannot be rescaled, by class."""
         reached = self.fixed.clone()
         while True:
             before = reached.clone()
@@ -428,8 +428,8 @@ class _Solver:
         return t
 
     def _measure_from(self, t: Tensor, settled: Tensor) -> tuple[Tensor, Tensor]:
-        """Of classes that are not settled, with factors of 1: log of the sums of powers of weights from
-        settled ones, and to them."""
+        """log of the sums of powers of weights from settled classes, and to them, for classes that are not
+        settled, with factors of 1."""
         at_head = torch.where(settled, self.p * t, -math.inf)
         at_tail = torch.where(settled, -self.p * t, -math.inf)
         edges = self.edges

@@ -1,4 +1,4 @@
-"""Solves the inequalities of :mod:`pathsgd.geometry.balance`.
+"""Solves the inequalities of :mod:`pathsgd.balancing.balance`.
 
 For one M the least ``a`` comes out of a forward pass over the classes of units. Where ties make classes
 depend on each other in a circle (a residual stream, a recurrence) the pass becomes a system of equations,

@@ -28,7 +28,7 @@ TRUSTED = 2.0**500
 
 
 TRUSTED_ROOT = 2.0**100
-"""The same for p-th roots of numbers without exponents."""
+"""Numbers without exponents whose p-th roots lie between its inverse and it are trusted, within TRUSTED."""
 
 COMPUTED = (Linear, Conv, Multiply, Add, Square, Cat)
 """Operations after which numbers may lie farther apart; others move numbers, or are zero where a bias is."""
@@ -44,7 +44,7 @@ class PoweredNetwork:
     looks: bool = False
     """Whether the range of all numbers is recorded, for :func:`is_in_range` and :func:`check_range`."""
     seen: list[Tensor] = field(default_factory=list)
-    """Of every node that was computed, the least and the largest number; of centered ones the least positive
+    """The least and the largest number of every node that was computed; of centered ones the least positive
     number, the largest, and the number of zeros."""
     _weights: dict[int, Tensor] = field(default_factory=dict)
 

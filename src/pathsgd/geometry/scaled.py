@@ -108,7 +108,7 @@ class Arithmetic:
         return scale_by_power(x, self.order * n)
 
     def center(self, x: Scaled) -> Scaled:
-        """The same numbers with mantissas around 1: the largest is as far from it as the least."""
+        """Returns the numbers of x with mantissas around 1: the largest is as far from it as the least."""
         if not self.centered or not x.mantissa.numel():
             return x
         m = x.mantissa.detach()

@@ -64,7 +64,7 @@ def compute_on_shards(
 
 
 def _use_one_exponent(arithmetic: Arithmetic, x: Scaled, group: dist.ProcessGroup) -> Scaled:
-    """The same numbers with the largest exponent of all ranks."""
+    """Returns the numbers of x with the largest exponent of all ranks."""
     highest = x.exponent.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     return Scaled(arithmetic.shift(x.mantissa, x.exponent - highest), highest)
@@ -81,8 +81,8 @@ def _add_over_ranks(arithmetic: Arithmetic, x: Scaled, group: dist.ProcessGroup)
 def take_held_ends(
     weight: Tensor, out: Scaled, into: Scaled, axis: int, outputs: int = 0
 ) -> tuple[Scaled, Scaled]:
-    """What leaves the outputs and what arrives at the inputs of a weight, of those that this rank's part of
-    it joins. ``axis`` is that of units, ``outputs`` the weight's axis of outputs."""
+    """Returns what leaves the outputs and what arrives at the inputs of a weight, of those that this rank's
+    part of it joins. ``axis`` is that of units, ``outputs`` the weight's axis of outputs."""
     axis %= out.mantissa.dim()
     for shard in shards_of(weight):
         if shard.dim == outputs:

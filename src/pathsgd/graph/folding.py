@@ -26,7 +26,7 @@ class Folded:
 
     graph: Structure
     place: tuple[int, ...]
-    """By node of the traced graph, its number here."""
+    """The number that each node of the traced graph has here."""
     whole: tuple[int, ...]
     """Likewise, the number of its value at full size, if it is an output or an end; else as ``place``."""
 
@@ -189,7 +189,7 @@ def _reshape(x: Shape, before: Shape, full: Shape) -> tuple[Shape, list[Shape]]:
 
 
 def _pad_shape(shape: Shape, ndim: int) -> Shape:
-    """Of a weight that is broadcast to so many axes."""
+    """The shape of a weight that is broadcast to ``ndim`` axes."""
     return (1,) * (ndim - len(shape)) + shape
 
 
@@ -197,7 +197,7 @@ T = TypeVar("T")
 
 
 def _put(own: Sequence[T], axis: int, new: T) -> tuple[T, ...]:
-    """The same with another entry for one axis."""
+    """Returns ``own`` with another entry for one axis."""
     return (*own[:axis], new, *own[axis + 1 :])
 
 

@@ -47,7 +47,7 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
 
 
 class _Lowering:
-    """What each node of the exported program stands for, and how an operator is looked up."""
+    """Keeps what each node of the exported program stands for, and looks operators up."""
 
     def __init__(self, model: nn.Module, program: ExportedProgram, builder: Builder) -> None:
         self.builder = builder
@@ -121,7 +121,7 @@ class _Lowering:
             self.values[node] = self._end(node, call, str(reason), carries)
 
     def outputs(self, node: fx.Node) -> list[Any]:
-        """What the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""
+        """Returns what the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""
         returned: list[Any] = []
         specs = self.program.graph_signature.output_specs
         results = node.args[0]

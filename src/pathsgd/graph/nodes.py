@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Reshape:
-    """The same units in the same order under another shape."""
+    """All units in the same order under another shape."""
 
     shape: Shape
 
@@ -167,7 +167,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Window:
-    """How the entries of one axis feed the entries of another: pooling, padding, resizing, gathering.
+    """A map from the entries of one axis to those of another: pooling, padding, resizing, gathering.
 
     ``kind`` is one of ``sum`` and ``mean`` (sliding windows; ``mean`` divides as average pooling does),
     ``adaptive_sum`` and ``adaptive_mean``, ``resize`` (linear interpolation), ``gather`` (``index``).

@@ -27,7 +27,7 @@ MANY = 2
 
 
 class Company(IntEnum):
-    """What lies on the paths of an entry beside it."""
+    """The kind of weights that lie on the paths of an entry beside it."""
 
     NONE = 0
     """No other weight."""
@@ -63,7 +63,7 @@ def find_company(
 
 
 def biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[int, int]:
-    """By node of a bias, the sum that it goes into, if nothing else reads the bias."""
+    """Maps the node of a bias to the sum that it goes into, if nothing else reads the bias."""
     readers: dict[int, list[int]] = {}
     for k, node in enumerate(graph_nodes):
         for source in node.inputs:
@@ -183,7 +183,7 @@ def _undo_view(view: View, y: Tensor, before: Shape, after: Shape) -> Tensor:
 
 
 def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor:
-    """What is known of units, for the entries of the parameter that leads into them."""
+    """Returns what is known of units, for the entries of the parameter that leads into them."""
     weight = operation.weight
     match operation:
         case nodes.Linear():

@@ -31,7 +31,7 @@ def find_regions(nodes: Sequence[Node]) -> tuple[int, ...]:
 def describe_parameters(
     model: nn.Module, builder: Builder, regions: Sequence[int], names: Mapping[str, str]
 ) -> dict[str, ParameterInfo]:
-    """What the graph knows of each parameter. ``names`` maps every alias to the name it is described
+    """Returns what the graph knows of each parameter. ``names`` maps every alias to the name it is described
     under."""
     described = {
         name: ParameterInfo(
@@ -76,7 +76,7 @@ def describe_uses(
 
 
 def _describe_company(info: ParameterInfo, company: Tensor) -> ParameterInfo:
-    """How a parameter takes part in paths, from what lies on those of its entries."""
+    """Adds to ``info`` how the parameter takes part in paths, from what lies on those of its entries."""
     entries = math.prod(info.shape)
     alone, scales = (
         int((company == kind).sum()) * entries // max(company.numel(), 1)

@@ -1,4 +1,4 @@
-"""What a person reads of a graph: what is path-normalised, what is not, and why."""
+"""Reports on a graph for a person to read: what is path-normalised, what is not, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_SHARE = 0.25
 (five sixths of the weights of a block), the same with GELU below (a sixth: values and output projections)."""
 
 NOT_HOMOGENEOUS = " is not positively homogeneous"
-"""What a reason says after the name of an operator."""
+"""The words of a reason after the name of an operator."""
 
 NAMED = 3
 """Causes that are named, the most frequent first."""
@@ -69,7 +69,7 @@ def _verdict(info: ParameterInfo) -> str:
 
 
 def _share(info: ParameterInfo, entries: int) -> str:
-    """How much of a parameter, in rows where it has some; nothing is said of all."""
+    """The share of a parameter that ``entries`` are, in rows where it has some; empty if they are all."""
     share = Fraction(entries, math.prod(info.shape))
     return "" if share == 1 else f"{share} of its {'rows' if len(info.shape) > 1 else 'entries'} "
 
@@ -93,8 +93,8 @@ def _inner_ends(graph: Structure, shown: dict[int, int]) -> list[str]:
 
 
 def explain_small_share(graph: Structure) -> str | None:
-    """What is wrong and what to do, if fewer than LEAST_SHARE of the trainable weights share a path with the
-    matrix of another layer.
+    """Says what is wrong and what to do, if fewer than LEAST_SHARE of the trainable weights share a path with
+    the matrix of another layer.
 
     Where a norm's weight is all that shares a path with a matrix, gamma hardly differs from a constant: that
     does not count. Embeddings and the last layer are left out: they may hold most of the weights, and a norm
@@ -164,7 +164,7 @@ def _is_last_layer(graph: Structure, readers: list[list[int]], k: int) -> bool:
 def _find_causes(
     graph: Structure, readers: list[list[int]], sources: list[list[int]], name: str, uses: list[int]
 ) -> set[str]:
-    """What the paths of a parameter begin and end at, up to the next matrix."""
+    """Returns what the paths of a parameter begin and end at, up to the next matrix."""
     info = graph.parameters[name]
     if info.status in (ParameterStatus.OUTSIDE, ParameterStatus.UNUSED):
         return {info.reason.removeprefix("outside: ").removesuffix(NOT_HOMOGENEOUS)}

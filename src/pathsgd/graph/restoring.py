@@ -20,7 +20,8 @@ from pathsgd._torch import versions
 _CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
 """The first that a class derives from is the one that reads it: an OrderedDict keeps an order of its own."""
 _NOT_OF_A_MODEL = (type, FunctionType, ModuleType, logging.Logger)
-"""What a model refers to but the whole process shares, and export itself changes: it creates loggers."""
+"""Classes of what a model refers to but the whole process shares, and export itself changes: it creates
+loggers."""
 _LOCKS = {type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event}
 """An object with one of these is for several threads, so a change in it need not be the forward's."""
 
@@ -83,8 +84,8 @@ def _save_references(model: nn.Module) -> list[tuple[Any, Any, list[Any]]]:
 
 
 def _parts(kind: type) -> list[Any]:
-    """What to read the instances of a class by, without running code of its own: the builtin container that
-    it derives from, and the descriptors of its ``__dict__`` and slots."""
+    """The parts that the instances of a class are read by, without running code of its own: the builtin
+    container that it derives from, and the descriptors of its ``__dict__`` and slots."""
     if issubclass(kind, _NOT_OF_A_MODEL):
         return []
     if kind in _CONTAINERS:

@@ -11,7 +11,7 @@ from pathsgd.graph.nodes import Node, Shape, Weight, Weighted
 
 
 class ParameterStatus(Enum):
-    """How a parameter takes part in paths.
+    """The way in which a parameter takes part in paths.
 
     Example:
         >>> import pathsgd, torch
@@ -35,7 +35,7 @@ class ParameterStatus(Enum):
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a graph knows of one parameter.
+    """The facts that a graph knows of one parameter.
 
     Attributes:
         name: as in ``model.named_parameters()``.
@@ -78,7 +78,7 @@ class ParameterInfo:
 
     @property
     def with_matrices(self) -> int:
-        """How many of its entries share a path with the matrix or the kernel of another layer."""
+        """Number of its entries that share a path with the matrix or the kernel of another layer."""
         return math.prod(self.shape) - self.alone - self.with_scales_only if self.normalised else 0
 
 

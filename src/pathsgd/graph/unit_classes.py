@@ -44,17 +44,18 @@ class UnitClasses:
 
     count: int
     edges: dict[int, EdgeClasses]
-    """By node with weights."""
+    """The classes at both ends of the weights of a node, by node with weights."""
     parameters: dict[str, EdgeClasses]
-    """By parameter, in the parameter's own shape."""
+    """The classes at both ends of the entries of a parameter, by parameter, in the parameter's own shape."""
     owners: dict[str, Tensor]
     """The classes of the units a module (or a parameter) owns, in their order."""
     squared: Tensor
     """Whether a class feeds its outgoing edges through a square."""
     uncovered: dict[int, Tensor]
-    """By node: the classes of units that share one weight, which no rescaling changes."""
+    """The classes of units that share one weight, which no rescaling changes, by node."""
     read: dict[int, tuple[Tensor, int]]
-    """By node that a weight reads: the classes of its units, and the power with which their factor enters."""
+    """The classes of a node's units and the power with which their factor enters, by node that a weight
+    reads."""
 
 
 _found: weakref.WeakKeyDictionary[PathGraph, UnitClasses] = weakref.WeakKeyDictionary()
@@ -121,7 +122,7 @@ class _Search:
         self.ties.fix((~read[roots]).nonzero().flatten())
 
     def _contain(self, roots: Tensor, chosen: Iterable[int]) -> Tensor:
-        """By root, whether the values of these nodes have units of its class."""
+        """Whether the values of these nodes have units of the class of a root, by root."""
         found = torch.zeros(len(roots), dtype=torch.bool)
         for k in chosen:
             found[roots[self.ids[k]]] = True

@@ -27,7 +27,7 @@ class Part:
     node: int
     operation: Linear | Conv | Multiply | Source
     layout: Shape
-    """Where this part's rows lie, broadcastable to the units' layout."""
+    """The shape in which this part's rows lie, broadcastable to the units' layout."""
     units: Shape
     """The layout of the group: a shape that broadcasts to the value's."""
 
@@ -135,7 +135,7 @@ def find_unit_groups(graph: PathGraph) -> list[Group]:
 
 
 def _identity(graph: PathGraph, k: int) -> tuple[str, ...]:
-    """What makes two uses of a weight the same edges: the operation and everything multiplied."""
+    """The key that makes two uses of a weight the same edges: the operation and everything multiplied."""
     operation = graph.nodes[k].operation
     assert isinstance(operation, (Linear, Conv, Multiply, Source))
     parameter = operation.weight.parameter

@@ -43,7 +43,7 @@ class UnitTies:
         self._pairs.append((a[different], b[different]))
 
     def find_roots(self) -> Tensor:
-        """By unit, the smallest of its class."""
+        """Returns, for each unit, the smallest unit of its class."""
         root = torch.arange(self.count)
         a, b = (torch.cat(units) for units in zip(*self._pairs, strict=True)) if self._pairs else (root, root)
         while True:

@@ -340,7 +340,7 @@ class RelativeStep:
         return [local_part(self.state[self.table.moved[k]][key]) for k in numbers]
 
     def decide(self, products: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """How far each block goes in its direction D, and what it is multiplied by then.
+        """Returns how far each block goes in its direction D, and the factor that it is multiplied by then.
 
         Args:
             products: ``<W, W>``, ``<G, G>``, ``<G, W>``, ``<W, D>`` and ``<D, D>`` of every block.

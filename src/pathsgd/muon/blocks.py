@@ -25,7 +25,7 @@ from pathsgd.graph.views import view_tensor
 from pathsgd.muon.depth import find_depths, find_ratios
 from pathsgd.sharding import Shard
 
-MOST = 16
+MAX_BLOCKS = 16
 """Rows that are read apart in more pieces than these stay one block."""
 
 SCALES = {"norm weight", "multiplier"}
@@ -46,7 +46,7 @@ class Block:
     turns: bool
     """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
     share: float
-    """How many blocks that turn lie in sequence in its region: a growth is divided between them."""
+    """Number of blocks that turn and lie in sequence in its region: a growth is divided between them."""
     ratio: float
     """Which part of a step it takes."""
     orthogonal: bool
@@ -57,7 +57,7 @@ class Block:
     heads: Tensor
     """The classes of the units that they lead into."""
     shards: tuple[Shard, ...] = ()
-    """What part of the parameter this rank holds; none if all of it."""
+    """The part of the parameter that this rank holds; none if all of it."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor of the parameter's shape, or of the part of it that this rank holds, as a
@@ -68,8 +68,8 @@ class Block:
         return tensor.narrow(self.axis, start, stop - start)
 
     def rows_in(self, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-        """Where its rows begin and end in a part of the parameter, found by cutting out these rows, then
-        these of what is left."""
+        """The beginning and the end of its rows in a part of the parameter, found by cutting out these rows,
+        then these of what is left."""
         start, stop = self.start, self.start + self.length
         for low, high in cuts:
             start, stop = (min(max(n, low), high) - low for n in (start, stop))
@@ -209,8 +209,8 @@ def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
 
 
 def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:
-    """Where the units of a group fall apart into pieces that different operations read, as [0, ..., rows];
-    and whether they are what the model returns."""
+    """The places at which the units of a group fall apart into pieces that different operations read, as
+    [0, ..., rows]; and whether they are what the model returns."""
     part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
     if part is None:
         return [0, rows], False
@@ -244,7 +244,7 @@ def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]
         member[piece, k] = True
     changes = (member[1:] != member[:-1]).any(1).nonzero().flatten() + 1
     cuts = [0, *changes.tolist(), rows]
-    return cuts if len(cuts) <= MOST + 1 else [0, rows], bool(outputs)
+    return cuts if len(cuts) <= MAX_BLOCKS + 1 else [0, rows], bool(outputs)
 
 
 def _find_sum(graph: PathGraph, readers: list[list[int]], k: int) -> int:

@@ -1,4 +1,4 @@
-"""How many layers lie in sequence, and which part of a step each of them takes.
+"""The number of layers that lie in sequence, and the part of a step that each of them takes.
 
 The function moves by all layers together, about as independent steps add up: of n layers each takes a step
 shorter by sqrt(n), once they are many.
@@ -20,8 +20,9 @@ SHALLOW = 2.0
 """Layers up to which each takes the whole step, with nothing but activations and batch norms between them."""
 
 SHALLOW_NETWORK = 10.0
-"""The same with anything between them: layer norms and products of activations bound what reaches the next
-layer. Measured on transformers, and on networks of depthwise convolutions."""
+"""Layers up to which each takes the whole step, with anything between them: layer norms and products of
+activations bound what reaches the next layer. Measured on transformers, and on networks of depthwise
+convolutions."""
 
 
 class Ratios(NamedTuple):
@@ -35,7 +36,7 @@ class Ratios(NamedTuple):
 
 
 def find_ratios(graph: PathGraph) -> dict[int, Ratios]:
-    """By region, which part of a step is taken by what."""
+    """The parts of a step that layers and norms take, by region."""
     depths, whole = find_depths(graph, "activations"), find_depths(graph, "everything")
     found = {}
     for region, depth in depths.items():
@@ -45,7 +46,7 @@ def find_ratios(graph: PathGraph) -> dict[int, Ratios]:
 
 
 def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
-    """By region, the most layers in sequence in it and in those that are joined to it; at least 1.
+    """The most layers in sequence in a region and in those that are joined to it, by region; at least 1.
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
     Across everything that is the mean of the deepest and of those that it is computed from: a condition on
@@ -86,7 +87,7 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
 
 
 def _find_ancestors(graph: PathGraph) -> list[int]:
-    """By node, those that it is computed from and itself, as bits."""
+    """The nodes that each node is computed from and itself, as bits."""
     found: list[int] = []
     for k, node in enumerate(graph.nodes):
         own = 1 << k

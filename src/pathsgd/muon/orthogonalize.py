@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration that takes all singular values near 1 in five steps."""
+"""Coefficients of the quintic iteration that takes all singular values near 1 in five steps."""
 
 STEPS = 5
 
@@ -18,7 +18,7 @@ MAX_IN_DOUBLE = 1 << 15
 """Entries up to which a CPU normalises a matrix in fp64, which takes ten times as long as fp32."""
 
 LEAST_NORM = 2.0**-40
-"""Of norms of at least this size fp32 loses no square that counts."""
+"""The least norm of which fp32 loses no square that counts."""
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def iterate_gram(x: Tensor, diagonal: Tensor) -> Tensor:
-    """The same for long matrices, by products of the size of their Gram matrices: all factors of x are
+    """The iteration for long matrices, by products of the size of their Gram matrices: all factors of x are
     polynomials of the first one."""
     _, b, c = COEFFICIENTS
     tall = x.shape[-2] >= x.shape[-1]
@@ -101,7 +101,7 @@ def _normalize(matrices: Tensor) -> Tensor:
 
 
 def _find_norms(matrices: Tensor) -> Tensor:
-    """Of each, in fp32 at least, with two axes of size one. By rows: a long sum loses digits on a CPU."""
+    """Norms, in fp32 at least, with two axes of size one. By rows: a long sum loses digits on a CPU."""
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     rows = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True, dtype=dtype)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)

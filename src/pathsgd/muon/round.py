@@ -59,7 +59,8 @@ class Round:
         self._find_held_parts(cut, edges)
 
     def _find_held_parts(self, cut: Mapping[str, EdgeClasses], edges: Mapping[str, EdgeClasses]) -> None:
-        """Of sharded parameters: where the sums of this rank go, and over which ranks they are added up."""
+        """Finds where the sums of this rank go that are of sharded parameters, and over which ranks they are
+        added up."""
         self.held_parts: list[Tensor | None] = []
         self.groups: dict[dist.ProcessGroup, Tensor] = {}
         by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -125,8 +126,8 @@ class EdgeTable:
         self._tails = _Gather([edge.tail for edge in edges.values()], device)
 
     def look_up(self, at_heads: Tensor, at_tails: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By parameter, what its entries are multiplied by and what they are divided by, from the values of
-        classes; of shapes that expand to its own."""
+        """Returns, by parameter, the factors that multiply its entries and those that divide them, from the
+        values of classes; of shapes that expand to its own."""
         heads, tails = self._heads.run(at_heads), self._tails.run(at_tails)
         return {
             name: (head, tail if degree == 1 else tail**degree)
@@ -149,7 +150,7 @@ class _Gather:
 
 
 def find_factors(arriving: Tensor, leaving: Tensor, free: Tensor, degree: Tensor, exact: Tensor) -> Tensor:
-    """By class, what brings the sums of squares of its weights on both sides closer.
+    """The factor of each class that brings the sums of squares of its weights on both sides closer.
 
     Args:
         arriving: of weights into a class.
@@ -166,8 +167,8 @@ def find_factors(arriving: Tensor, leaving: Tensor, free: Tensor, degree: Tensor
 
 
 def list_places(classes: Tensor, held: Tensor) -> Tensor:
-    """By class, its places in a list, filled up with one past the last: sums over rows of one length add up
-    in the same order every time."""
+    """The places of each class in a list, filled up with one past the last: sums over rows of one length add
+    up in the same order every time."""
     places = (~held[classes]).nonzero().flatten()
     order = classes[places].argsort(stable=True)
     places = places[order]

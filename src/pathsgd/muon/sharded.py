@@ -67,7 +67,7 @@ class _Exchange:
         self.blocks = blocks
         self.dims = [block.shards[-1].dim for block in blocks]
         self.dealt = deal([cost_of(*block.matrix_shape) for block in blocks], self.ranks)
-        """By rank, the numbers of its blocks."""
+        """The numbers of each rank's blocks."""
 
     def run(self, parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
         own = self.dealt[self.rank]
@@ -119,12 +119,12 @@ def _part_shape(block: Block, rank: int) -> tuple[int, ...]:
 
 
 def cost_of(rows: int, columns: int) -> int:
-    """Of a matrix's product with its own transpose."""
+    """The cost of a matrix's product with its own transpose."""
     return rows * columns * min(rows, columns)
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """By rank, the numbers of those it computes: the next most expensive goes to the one with least to do."""
+    """The numbers of what each rank computes: the next most expensive goes to the one with least to do."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):

@@ -20,7 +20,7 @@ returns, or that go into a norm, are given this share of the size of others."""
 
 
 class Sizes:
-    """What the sizes of these blocks are computed from, laid out for one device.
+    """The numbers that the sizes of these blocks are computed from, laid out for one device.
 
     By block, what is a family's too: no step has to look for a block's family.
     """

@@ -309,7 +309,7 @@ class Upkeep:
         return True
 
     def _read_reference(self, name: str, p: Tensor) -> Changes:
-        """What has become of the entries of a parameter that are remembered."""
+        """The changes of the entries of a parameter that are remembered."""
         index, value = (self._references[name][key] for key in REFERENCE)
         head, tail = (ids.expand(p.shape).reshape(-1)[index.cpu()] for ids in self._ends(name))
         degree = torch.full_like(head, self.units.parameters[name].degree)

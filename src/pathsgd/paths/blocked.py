@@ -42,7 +42,7 @@ class BlockedChain:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.roots: list[tuple[Tensor, Tensor]] = []
-        """Of every layer, gamma_in^(-1/p) and gamma_out^(-1/p)."""
+        """gamma_in^(-1/p) and gamma_out^(-1/p) of every layer."""
         self._steps, self._fits = 0, True
         self._middles = [1.0] * len(chain)
         """Powers of two by which the first of these is divided, and the second multiplied."""

@@ -54,7 +54,7 @@ class Moved:
     parameter: Tensor
     grad: Tensor
     buffer: Tensor | None
-    """Of momentum, if there is any."""
+    """The buffer of momentum, if there is any."""
     lr: float | Tensor
     weight_decay: float
 
@@ -65,7 +65,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Rule:
-    """What all parameters of a chain have in common."""
+    """The options that all parameters of a chain have in common."""
 
     p: int
     momentum: float
@@ -89,7 +89,7 @@ class ChainStep(Protocol):
 
 
 def choose_device(moves: Moves) -> torch.device | None:
-    """Where a chain with these parameters can be moved, or None."""
+    """The device on which a chain with these parameters can be moved, or None."""
     tensors = [t for layer in moves for moved in layer if moved is not None for t in moved.tensors]
     first = tensors[0]
     alike = all(
@@ -106,7 +106,7 @@ def choose_device(moves: Moves) -> torch.device | None:
 
 
 def make_step(chain: Chain, device: torch.device) -> ChainStep:
-    """What moves a chain on a device."""
+    """Returns the step that moves a chain on a device."""
     if device.type == "cpu":
         from pathsgd.paths.blocked import BlockedChain
 

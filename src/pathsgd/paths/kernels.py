@@ -25,12 +25,14 @@ COLUMNS: tl.constexpr = tl.constexpr(128)
 WARPS = 4
 ENTRIES: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(64)
-"""Of a vector that one program finishes, and the partial sums that it reads at once."""
+"""Entries of a vector that one program finishes, and the partial sums that it reads at once."""
 FIELDS: tl.constexpr = tl.constexpr(12)
 ADDRESSES = 6
+ALIGNED = 16
+"""Bytes of one access."""
 INTO_ROWS, FROM_COLUMNS = 1, 2
-"""What a tile is read for: sums over columns, for gamma_in of the rows; over rows, for gamma_out of the
-columns."""
+"""Flags for what a tile is read for: sums over columns, for gamma_in of the rows; over rows, for gamma_out of
+the columns."""
 MAX_ROOT = 2.0**110
 """1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds it; else torch operations
 take the step."""
@@ -164,7 +166,9 @@ class KernelChain:
 
     def __init__(self, chain: Chain, device: torch.device) -> None:
         self.device = device
-        self.is_even = all(layer.inputs % 4 == 0 for layer in chain)
+        self._has_even_columns = all(layer.inputs % 4 == 0 for layer in chain)
+        self.is_even = False
+        """Whether four numbers can be read together everywhere."""
         vectors = [n for layer in chain for n in (layer.inputs, layer.outputs)]
         tiles = [(-(-a.outputs // ROWS.value), -(-a.inputs // COLUMNS.value)) for a in chain]
         parts = [n for a, (i, j) in zip(chain, tiles, strict=True) for n in (j * a.outputs, i * a.inputs)]
@@ -199,7 +203,7 @@ class KernelChain:
         self._captured: list[Tensor] = []
         free_after_capture(self, self._captured)
         self._steps, self._fits = 0, True
-        self._graphs: dict[Rule, CUDAGraph] = {}
+        self._graphs: dict[tuple[Rule, bool], CUDAGraph] = {}
 
     def _put(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
@@ -230,9 +234,10 @@ class KernelChain:
             if is_capturing() or self._steps <= WARM_UP or self.device.type != "cuda":
                 self._launch(rule)
             else:
-                if rule not in self._graphs:
-                    self._graphs[rule], _ = capture(lambda: self._launch(rule), self.device)
-                self._graphs[rule].replay()
+                key = rule, self.is_even
+                if key not in self._graphs:
+                    self._graphs[key], _ = capture(lambda: self._launch(rule), self.device)
+                self._graphs[key].replay()
         # As torch does when it writes.
         torch.autograd.graph.increment_version([m.parameter for own in moves for m in own if m is not None])
 
@@ -267,6 +272,7 @@ class KernelChain:
                 )
                 addresses += [t.data_ptr() for t in tensors] or [0, 0, 0]
         self.table.point(addresses, ADDRESSES, lambda by_layer: by_layer)
+        self.is_even = self._has_even_columns and all(address % ALIGNED == 0 for address in addresses)
 
     def _set_rates(self, moves: Moves, rule: Rule) -> None:
         """Tells the kernels rates and decay, by one copy for which the host does not wait."""

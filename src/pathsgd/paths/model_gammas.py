@@ -28,9 +28,9 @@ class ModelGammas:
         self.tensors = ModelTensors(lazy_graph.model)
         self._count = 0
         self._centered: dict[float, bool] = {}
-        """By p, whether numbers needed exponents when they were last looked at."""
+        """Whether numbers needed exponents when they were last looked at, by p."""
         self._kept: dict[float, tuple[list[Version], Gammas]] = {}
-        """What was measured to clip gradients by, for the step after it."""
+        """Gammas that were measured to clip gradients by, for the step after it."""
 
     @property
     def graph(self) -> PathGraph:

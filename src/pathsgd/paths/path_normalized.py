@@ -88,7 +88,7 @@ class PathNormalized(Optimizer):
 
     @property
     def graph(self) -> PathGraph:
-        """What is path-normalised and what is not: ``print(optimizer.graph)``.
+        """The path graph, which shows what is path-normalised and what is not: ``print(optimizer.graph)``.
 
         Raises:
             PathError: no example was given and the model has seen no batch yet.

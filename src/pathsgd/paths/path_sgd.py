@@ -47,9 +47,9 @@ class PathSGD(Optimizer):
     steps: momentum lives on h, which a rescaling does not change, and decoupled decay at p = 2 *is* path
     regularisation: the gradient of ``phi_2^2 / 2``, divided by gamma, is w.
 
-    It is for networks of linear layers and ReLU, which it moves at about the cost of SGD. For parameters that
-    are on no path, or alone on theirs, gamma = 1 is taken: for them this is SGD. Paths end at batch norms.
-    ``print(optimizer.graph)`` says which and why. If that is most of the model, a warning says so.
+    It is for networks of linear layers and ReLU, whose steps take little longer than with SGD. For parameters
+    that are on no path, or alone on theirs, gamma = 1 is taken: for them this is SGD. Paths end at batch
+    norms. ``print(optimizer.graph)`` says which and why. If that is most of the model, a warning says so.
 
     Args:
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
@@ -116,7 +116,7 @@ class PathSGD(Optimizer):
 
     @property
     def graph(self) -> PathGraph:
-        """What is path-normalised and what is not: ``print(optimizer.graph)``.
+        """The path graph, which shows what is path-normalised and what is not: ``print(optimizer.graph)``.
 
         Raises:
             PathError: no example was given and the model has seen no batch yet.

@@ -127,7 +127,7 @@ def connect(
 
 
 def find_depth_of_caller() -> int:
-    """How many frames up the user's own code is."""
+    """Number of frames up to the user's own code."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
         "pathsgd",

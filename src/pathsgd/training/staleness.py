@@ -115,7 +115,7 @@ class ModelTensors:
 
 
 def find_versions(tensors: Tensors) -> list[Version]:
-    """Where tensors lie and how often they were written. A write to a DTensor is not counted by its local
-    part, nor the other way round."""
+    """The addresses of tensors and how often they were written. A write to a DTensor is not counted by its
+    local part, nor the other way round."""
     own = list(tensors.values())
     return versions([*own, *map(local_part, own)] if any_sharded(own) else own)

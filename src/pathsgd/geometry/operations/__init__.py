@@ -1,1 +1,1 @@
-"""What each operation of a path graph does to path weights."""
+"""The effect of each operation of a path graph on path weights."""

@@ -1,4 +1,4 @@
-"""What one operation does to path weights, and its adjoint.
+"""The effect of one operation on path weights, and its adjoint.
 
 Every operation is linear in its input, so its adjoint is again an operation: the backward pass of
 Algorithm 1 is the forward pass of these.

@@ -60,7 +60,7 @@ Write = Callable[[Builder, Call], Result]
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """How an operator is written in the language of paths, and what else is known of it."""
+    """The rule that writes an operator in the language of paths, and what else is known of the operator."""
 
     write: Write
     moves: bool

@@ -10,10 +10,10 @@ import triton.language as tl
 CHUNK: tl.constexpr = tl.constexpr(4096)
 """Entries of a program."""
 FIELDS: tl.constexpr = tl.constexpr(8)
-"""Of a block: addresses of weight, gradient and two tensors of state; how many entries it has, how many lie
-side by side, and how far it is from their last to the next; where its direction begins."""
+"""Number of fields of a block: addresses of weight, gradient and two tensors of state; how many entries it
+has, how many lie side by side, and how far it is from their last to the next; where its direction begins."""
 SUMS: tl.constexpr = tl.constexpr(5)
-"""Of a block: <W, W>, <G, G>, <G, W>, <W, D>, <D, D>."""
+"""Number of sums of a block: <W, W>, <G, G>, <G, W>, <W, D>, <D, D>."""
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def gather_kernel(addresses, values, count, SIZE: tl.constexpr):
 # Upkeep. A parameter is a matrix here, its columns all that is side by side. Nothing is done unless ``due``.
 
 UNIT_FIELDS: tl.constexpr = tl.constexpr(7)
-"""Of a parameter: addresses of weight and two tensors of state, 0 if there are none; rows, columns; where its
-rows begin in the list of all rows and columns, and where its columns do."""
+"""Number of fields of a parameter: addresses of weight and two tensors of state, 0 if there are none; rows,
+columns; where its rows begin in the list of all rows and columns, and where its columns do."""
 ROWS: tl.constexpr = tl.constexpr(8)
 COLUMNS: tl.constexpr = tl.constexpr(128)
 

@@ -143,7 +143,7 @@ class KernelStep:
             self.others.launch(move_adam_kernel, self.table.on_device, *ends, group["eps"])
 
     def _replay(self) -> None:
-        """The same as a CUDA graph, which reads addresses from the table and rates from the device."""
+        """Runs _launch as a CUDA graph, which reads addresses from the table and rates from the device."""
         groups, device = self.step.table.groups, self.step.table.device
         options = [{k: v for k, v in group.items() if k in CAPTURED} for group in groups]
         rates = [group["lr"] for group in groups]
@@ -203,7 +203,7 @@ def _is_like(grad: Tensor | None, p: Tensor) -> bool:
 
 
 def _find_place(block: Block, p: Tensor) -> tuple[int, int, int]:
-    """How many of its entries lie side by side, how far it is from their last to the next, and from the
+    """Number of its entries that lie side by side, and the distances from their last to the next and from the
     beginning of the parameter to the first."""
     if not block.shape or block.length == block.shape[block.axis]:
         return max(1, p.numel()), 0, 0
