@@ -106,12 +106,6 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a kernel of ours may read a tensor: nothing traces, transforms or differentiates its use."""
-    derived = is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad)
-    return not derived and not is_compiling() and not is_transformed(tensor)
-
-
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether all of them are."""
     if is_compiling() or is_transforming() or is_forward_mode():

@@ -289,11 +289,8 @@ def measure(network: PoweredNetwork) -> dict[str, Gamma]:
     for name, info in graph.parameters.items():
         if name not in found:
             # 1 of what is on no path, 0 where no path leads on to an output.
-            one = arithmetic.ones(shapes[name], network.device)
-            on_paths = info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE)
-            found[name] = Gamma(arithmetic, shapes[name], whole=_make_zero(one) if on_paths else one)
+            whole = arithmetic.ones(shapes[name], network.device)
+            if info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE):
+                whole = Scaled(torch.zeros_like(whole.mantissa), torch.full_like(whole.exponent, DEAD))
+            found[name] = Gamma(arithmetic, shapes[name], whole=whole)
     return {name: found[name] for name in graph.parameters}
-
-
-def _make_zero(one: Scaled) -> Scaled:
-    return Scaled(torch.zeros_like(one.mantissa), torch.full_like(one.exponent, DEAD))

@@ -7,6 +7,7 @@ is the gradient of the sum of all outputs. For p = inf read max for sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -141,7 +142,7 @@ def is_in_range(network: PoweredNetwork) -> bool:
     if not network.seen:
         return True
     least, largest = torch.stack(network.seen).T.tolist()
-    bound = min(TRUSTED, TRUSTED_ROOT**network.arithmetic.order)
+    bound = 2.0 ** min(math.log2(TRUSTED), math.log2(TRUSTED_ROOT) * network.arithmetic.order)
     return all(x >= 1 / bound for x in least) and all(x <= bound for x in largest)  # nan is not
 
 
