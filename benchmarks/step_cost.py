@@ -187,7 +187,8 @@ def measure(
 ) -> Iterator[Row]:
     """Times the methods; prints those that cannot be. ``speed`` is the memory's, in bytes per us."""
     on_gpu = device.type == "cuda"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = setting.precision != "fp32"
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = setting.precision != "fp32"
     x, y = setting.batch(device)
     model = setting.build(device)
     floor = 3 * 4 * sum(p.numel() for p in model.parameters()) / speed
