@@ -185,6 +185,7 @@ class PathSGD(Optimizer):
             (p, self._find_step(group, p, gamma))
             for group, params in groups
             for rest in [[p for p in params if id(p) not in moved]]
+            if rest
             for p, gamma in zip(rest, self.gammas.select(rest, group["p"]), strict=True)
         ]
         for chain, moves, rule in chains:
