@@ -58,6 +58,7 @@ def keep_uncompiled(function: F) -> F:
     def disable() -> None:
         nonlocal called
         called = torch.compiler.disable(function)
+        torch._dynamo.decorators.skip(call)  # or a frame of its own would be compiled for it
 
     _uncompiled.append(disable)
     return call  # type: ignore[return-value]
