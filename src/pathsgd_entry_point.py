@@ -48,10 +48,11 @@ def answer(arguments: Sequence[str]) -> int | None:
     return 2
 
 
-def main() -> int:
-    """Runs the command line of this process and returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``pathsgd`` with these arguments, by default those of the process, and returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = answer(sys.argv[1:])
+        code = answer(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # of `pathsgd --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,7 +64,8 @@ def main() -> int:
     from pathsgd import cli
 
     signal.signal(signal.SIGINT, handler)
-    return cli.main(sys.argv[1:])
+    module, _ = COMMANDS[arguments[0]]
+    return cli.run(module, arguments[1:])
 
 
 if __name__ == "__main__":

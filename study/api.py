@@ -1,8 +1,8 @@
 """Runs, sweeps and studies from Python. The command line calls these functions, too.
 
 The lowest validation error of a run that went to its end chooses the step size. Runs that were stopped since
-they had learned nothing are resumed unless one is clearly ahead. Where the largest step size wins, one ten
-times as large is tried and shown; it is not used, since it is not of the paper's grid.
+they had learned nothing are trained to the end, unless another is clearly ahead. Where the largest step size
+wins, one ten times as large is tried and shown; it is not used, since it is not of the paper's grid.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ from study.training import check_enough_points, measure_step_cost
 
 CLEARLY_AHEAD = 0.8
 """Fraction of the error of guessing: with a winner below it, stopped runs stay stopped. A run is stopped at
-0.9; of 14 that were resumed on CIFAR-10 behind winners at 0.54 to 0.69, the best came to 0.89."""
+0.9; of 14 that went on on CIFAR-10 behind winners at 0.54 to 0.69, the best came to 0.89."""
 
 
 def search_step_sizes(study: Study, infos: Mapping[str, DataInfo], queue: RunQueue) -> list[Choice]:
     """Trains the search runs of every cell, and writes and returns its choices."""
     runs_of = {cell: study.search_runs(cell, infos[cell.dataset].checksum) for cell in study.cells()}
     records = queue.train_all("search for step sizes", [run for runs in runs_of.values() for run in runs])
-    resumed = {
+    whole = {
         record.run: dataclasses.replace(record.run, grace=0)
         for cell, runs in runs_of.items()
-        for record in find_resumable([records[run] for run in runs], infos[cell.dataset].classes)
+        for record in find_stopped_too_early([records[run] for run in runs], infos[cell.dataset].classes)
     }
-    if resumed:
-        queue.progress.message(f"{len(resumed)} runs that were stopped are resumed: nothing is clearly ahead")
-        records |= queue.train_all("stopped runs resumed", list(resumed.values()))
-    tried = {cell: [records[resumed.get(run, run)] for run in runs] for cell, runs in runs_of.items()}
+    if whole:
+        queue.progress.message(f"{len(whole)} stopped runs are trained to the end: nothing is clearly ahead")
+        records |= queue.train_all("stopped runs to the end", list(whole.values()))
+    tried = {cell: [records[whole.get(run, run)] for run in runs] for cell, runs in runs_of.items()}
     winners = {cell: choose_winner(tried_records) for cell, tried_records in tried.items()}
     largest = max(study.step_sizes)
     beyond = {
@@ -70,7 +70,7 @@ def choose_winner(records: Sequence[RunRecord]) -> RunRecord | None:
     return min(done, key=lambda record: (*record.best, -record.run.step_size), default=None)
 
 
-def find_resumable(records: Sequence[RunRecord], classes: int) -> list[RunRecord]:
+def find_stopped_too_early(records: Sequence[RunRecord], classes: int) -> list[RunRecord]:
     """Runs that were stopped though no other is clearly ahead."""
     best = choose_winner(records)
     if best is not None and best.best[0] < CLEARLY_AHEAD * (1 - 1 / classes):

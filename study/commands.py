@@ -71,8 +71,9 @@ class Sweep(StudyCommand):
     """Chooses step sizes on validation points: the first half of `python -m study reproduce`.
 
     The lowest validation error wins, of equals the one that is reached in fewer epochs. A run that has not
-    learned anything after a third of its epochs is stopped, and resumed unless another is clearly ahead.
-    Results go to pathsgd-sweep, or to --out. The exit code is 1 if no step size of some cell ended well.
+    learned anything after a third of its epochs is stopped, and trained to the end only if no other is
+    clearly ahead. Results go to pathsgd-sweep, or to --out. The exit code is 1 if no step size of some cell
+    ended well.
 
     example:
       python -m study sweep --methods sgd path-sgd --step-sizes 1 0.3 0.1 0.03 0.01 --inits balanced

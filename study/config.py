@@ -64,6 +64,8 @@ class Run:
 
     def __post_init__(self) -> None:
         find_method(self.method)
+        for name in ("step_size", "dropout", "p"):  # 1 and 1.0 are one configuration
+            object.__setattr__(self, name, float(getattr(self, name)))
         sound = {
             "net": self.net == "mlp",
             "step_size": 0 < self.step_size < 1e38,
@@ -135,7 +137,7 @@ class Study:
     tf32: bool = False  # let matrix products on a GPU round their inputs to tf32
     early_stop: bool = True
     """stop a search run whose validation error after a third of its epochs is not below 90% of guessing; it
-    is resumed unless the best of the others is below 80% of guessing"""
+    is trained to the end unless the best of the others is below 80% of guessing"""
     seed: int = 0  # seed of everything: initial weights, split, order, dropout, rescaling
 
     def __post_init__(self) -> None:

@@ -68,6 +68,8 @@ class RunQueue:
         record = folder.find_record(self.keep_checkpoints)
         if record is not None:
             folder.clean_up(self.keep_checkpoints)
+        elif folder.result.exists():
+            self.progress.message(f"trained again, since its files are not as it left them: {run.name}")
         return record
 
     def train_all(self, title: str, runs: Sequence[Run]) -> dict[Run, RunRecord]:

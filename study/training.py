@@ -139,10 +139,6 @@ class Trainer:
     def train_epoch(self) -> LossAndError:
         """Trains on every point once. Each batch is measured before its step."""
         order = torch.randperm(len(self.data.train_y), generator=self.order_generator).to(self.device)
-        if hasattr(self.optimizer, "refresh"):
-            # So that an epoch begins alike in a resumed run: a gamma carried from step to step and one that
-            # is measured may differ in the last bit.
-            self.optimizer.refresh()
         points = order[: len(self.outputs)]
         places = torch.arange(len(points), device=self.device).split(self.run.batch)
         for batch in zip(points.split(self.run.batch), places, strict=True):

@@ -164,7 +164,7 @@ def test_a_wrong_import_is_found(tmp_path, file, source, complaint):
         ("muon/sgd.py", "def f():\n    from pathsgd.muon.gpu import code\n    return code"),
         ("../study/figures.py", "import matplotlib.pyplot as plt\nfrom pathsgd import PathSGD, functional"),
         ("cli/inspect.py", "import pathsgd\nfrom pathsgd.cli.timing import LR\npathsgd.balance(model)"),
-        ("cli/__init__.py", "from pathsgd_entry_point import COMMANDS\nfrom pathsgd.errors import PathError"),
+        ("cli/__init__.py", "from pathsgd.errors import PathError"),
     ],
 )
 def test_a_right_import_passes(tmp_path, file, source):

@@ -41,6 +41,15 @@ def test_a_run_tells_its_progress_and_is_trained_once(tmp_path):
     assert ("epoch", 1) not in again.calls
 
 
+def test_a_run_whose_files_were_changed_is_trained_again_and_says_so(tmp_path, capsys):
+    run = Run(dataset="clouds", hidden=(8,), epochs=1, batch=20, step_size=1)
+    record = train(run, tmp_path, data=clouds())
+    result = next(tmp_path.rglob("result.json"))
+    result.write_text(result.read_text().replace("done", "diverged"))
+    assert train(run, tmp_path, data=clouds(), progress=Progress(quiet=False)) == record
+    assert "trained again, since its files are not as it left them: clouds" in capsys.readouterr().out
+
+
 def test_a_study_keeps_the_choices_of_its_sweep(tmp_path, monkeypatch):
     data = {"clouds": clouds()}
     choices = sweep(TINY, tmp_path, data=data)

@@ -1,11 +1,11 @@
-"""Which step size wins, and which stopped runs are resumed."""
+"""Which step size wins, and which stopped runs are trained to the end."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from study.api import choose_winner, find_resumable, search_step_sizes
+from study.api import choose_winner, find_stopped_too_early, search_step_sizes
 from study.config import Study
 from study.files import from_json, read_json
 from study.run_queue import Progress
@@ -33,11 +33,13 @@ def test_the_winner_has_the_lowest_error_and_of_equals_the_fewest_epochs():
 def test_stopped_runs_are_resumed_unless_one_is_clearly_ahead():
     stopped, learned = recorded(1e-9, "stopped", (0.9,)), recorded(0.1)
     hopeless, diverged = recorded(1e-3, errors=(0.9, 0.88, 0.85)), recorded(1.0, "diverged", (None,))
-    assert find_resumable([stopped, learned], classes=10) == []
-    assert find_resumable([stopped, hopeless], classes=10) == [stopped]
-    assert find_resumable([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.73))], classes=10) == [stopped]
-    assert find_resumable([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.71))], classes=10) == []
-    assert find_resumable([stopped, diverged], classes=10) == [stopped]
+    assert find_stopped_too_early([stopped, learned], classes=10) == []
+    assert find_stopped_too_early([stopped, hopeless], classes=10) == [stopped]
+    assert find_stopped_too_early([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.73))], classes=10) == [
+        stopped
+    ]
+    assert find_stopped_too_early([stopped, recorded(1e-3, errors=(0.8, 0.75, 0.71))], classes=10) == []
+    assert find_stopped_too_early([stopped, diverged], classes=10) == [stopped]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pathsgd import cli
+import pathsgd_entry_point
 from pathsgd.cli.bench import METHODS
 
 MODELS = """
@@ -38,7 +38,7 @@ def models(tmp_path):
 
 
 def bench(capsys, target, *options):
-    assert cli.main(["bench", target, "--device", "cpu", "--seconds", "0.001", *options]) == 0
+    assert pathsgd_entry_point.main(["bench", target, "--device", "cpu", "--seconds", "0.001", *options]) == 0
     return capsys.readouterr().out
 
 
@@ -65,6 +65,6 @@ def test_outputs_in_dicts_and_inputs_that_are_indices(models, capsys):
     [([], "bench needs --input-shape"), (["--input-shape", "1,4", "--cuda-graph"], "needs --device cuda")],
 )
 def test_errors_are_one_line(models, capsys, options, message):
-    assert cli.main(["bench", f"{models}:mlp", "--device", "cpu", *options]) == 1
+    assert pathsgd_entry_point.main(["bench", f"{models}:mlp", "--device", "cpu", *options]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

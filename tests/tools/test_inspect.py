@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pathsgd
-from pathsgd import cli
+import pathsgd_entry_point
 
 MODELS = """
 import torch
@@ -75,7 +75,7 @@ def folder(tmp_path, monkeypatch):
 def inspect(capsys, *arguments):
     """The tables, from a run that goes well."""
     capsys.readouterr()
-    assert cli.main(["inspect", *map(str, arguments)]) == 0
+    assert pathsgd_entry_point.main(["inspect", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -85,7 +85,7 @@ def inspect_json(capsys, *arguments):
 
 def refused(capsys, *arguments):
     """The one line of a run that ends in an error."""
-    assert cli.main(["inspect", *map(str, arguments)]) == 1
+    assert pathsgd_entry_point.main(["inspect", *map(str, arguments)]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "printed by the user" not in line]
     assert line.startswith("pathsgd: ")
     return line

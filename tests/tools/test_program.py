@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import pathsgd_entry_point
-from pathsgd import cli
 
 SRC = Path(pathsgd_entry_point.__file__).parent
 
@@ -27,7 +26,7 @@ def run_python(program, *arguments, **variables):
 @pytest.mark.parametrize("name", pathsgd_entry_point.COMMANDS)
 def test_every_command_prints_its_options_and_an_example(name, capsys):
     with pytest.raises(SystemExit, match="0"):
-        cli.main([name, "--help"])
+        pathsgd_entry_point.main([name, "--help"])
     printed = capsys.readouterr().out
     assert f"usage: pathsgd {name} " in printed
     assert f"\n  pathsgd {name}" in printed
@@ -87,7 +86,7 @@ def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
 )
 def test_a_wrong_option_is_named(arguments, part, capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
+        pathsgd_entry_point.main(arguments)
     assert part in capsys.readouterr().err
 
 
@@ -103,5 +102,5 @@ def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code,
         raise error
 
     monkeypatch.setattr("pathsgd.cli.bench.main", fail)
-    assert cli.main(["bench"]) == code
+    assert pathsgd_entry_point.main(["bench"]) == code
     assert capsys.readouterr().err == f"pathsgd: {line}\n"

@@ -13,23 +13,17 @@ import warnings
 from collections.abc import Sequence
 
 from pathsgd.errors import PathError
-from pathsgd_entry_point import COMMANDS, answer
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``pathsgd`` with these arguments, by default those of the process, and returns the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(arguments)
-    if code is not None:
-        return code
+def run(module: str, arguments: Sequence[str]) -> int:
+    """Runs ``main(arguments)`` of a module and returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a folder's name may not fit the terminal
     # Muon on a CPU without bf16: torch warns two dozen times and falls back to another product.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:
-        module, _ = COMMANDS[arguments[0]]  # only what is run is imported
-        code = importlib.import_module(module).main(arguments[1:])
+        code: int = importlib.import_module(module).main(arguments)  # only what is run is imported
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # of `pathsgd ... | head`

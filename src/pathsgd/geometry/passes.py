@@ -29,7 +29,8 @@ TRUSTED = 2.0**500
 
 
 TRUSTED_ROOT = 2.0**100
-"""Numbers without exponents whose p-th roots lie between its inverse and it are trusted, within TRUSTED."""
+"""Numbers x without exponents are trusted if ``x^(1/p)`` is between its inverse and it, and x is in the range
+of TRUSTED."""
 
 COMPUTED = (Linear, Conv, Multiply, Add, Square, Cat)
 """Operations after which numbers may lie farther apart; others move numbers, or are zero where a bias is."""

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 GROWTH_BETAS = (0.9, 0.99)
 NOISE = 2.0**10
-"""So many units in the last place of a gradient are rounding. Before a batch norm all of ``<G, W>`` and all
-of a bias's gradient is: neither is normalised to a step."""
+"""Gradients below this many units in the last place are taken for rounding errors. Before a batch norm
+``<G, W>`` and the gradient of a bias are zero but for rounding, and must not be normalised to a step."""
 GROWTH = "norm_growth"
 """In the state of a parameter: for each of its blocks both averages of ``<G, W>`` and the number of steps."""
 
@@ -281,7 +281,7 @@ class RelativeStep:
         if table.device.type == "cuda" and has_triton():
             from pathsgd.muon.gpu.step import KernelStep
 
-            self.kernels = KernelStep(self)
+            self.kernels = KernelStep(table, state, self.decide)
 
     def run(self) -> None:
         """Takes the step."""
@@ -340,7 +340,8 @@ class RelativeStep:
         return [local_part(self.state[self.table.moved[k]][key]) for k in numbers]
 
     def decide(self, products: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns how far each block goes in its direction D, and the factor that it is multiplied by then.
+        """Updates the averages of growth, and finds how far each block goes in its direction D and the factor
+        that it is multiplied by then.
 
         Args:
             products: ``<W, W>``, ``<G, G>``, ``<G, W>``, ``<W, D>`` and ``<D, D>`` of every block.
@@ -354,14 +355,14 @@ class RelativeStep:
             1 - self.table.find_option("betas", 0) ** steps
         )
         # Orthogonalised directions have root mean square 1, as Adam's have about.
-        unit = torch.where(
+        scale = torch.where(
             self.table.is_orthogonal,
             (self.table.numel / torch.where(square > 0, square, 1)).sqrt(),
             correction,
         )
         lr = self.table.find_option("lr")
         size, turns = self.table.sizes.measure(norms)
-        length = lr * self.table.ratios * size * unit
+        length = lr * self.table.ratios * size * scale
         length = torch.where(self.table.sizes.find_noise(gradients, NOISE * eps), 0, length)
         moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
         # Adam on the logarithm of the norm.

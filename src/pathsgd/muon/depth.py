@@ -49,9 +49,9 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
     """The most layers in sequence in a region and in those that are joined to it, by region; at least 1.
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
-    Across everything that is the mean of the deepest and of those that it is computed from: a condition on
-    time is no shortcut. There a layer counts where it is used first: one that is unrolled over time is not
-    deep.
+    Across everything the mean is over the deepest summand and those that it is computed from, which are true
+    shortcuts; a condition on time is none. There a layer counts where it is used first: one that is unrolled
+    over time is not deep.
     Batch norms are sums and products with weights in the graph, and end nothing. Depthwise convolutions end a
     sequence across activations.
     """

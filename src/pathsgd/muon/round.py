@@ -39,9 +39,9 @@ class Round:
             [[d for d in range(p.dim()) if ids.shape[d] == 1] for ids in (edges[n].head, edges[n].tail)]
             for n, p in parameters.items()
         ]
-        degree = torch.ones(len(held))
+        self.degree = torch.ones(len(held))  # by class, the largest of its edges
         for edge in edges.values():
-            degree[edge.tail.flatten()] = degree[edge.tail.flatten()].clamp(min=edge.degree)
+            self.degree[edge.tail.flatten()] = self.degree[edge.tail.flatten()].clamp(min=edge.degree)
         ends = [
             (ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))
         ]
@@ -54,7 +54,7 @@ class Round:
         self.degrees = torch.cat(
             [torch.full((ids.numel(),), float(degree if side else 1)) for ids, degree, side in ends]
         ).to(device)
-        self.degree, self.free = degree.to(device), (~held).to(device)
+        self.degree, self.free = self.degree.to(device), (~held).to(device)
         self.sizes = [ids.numel() for ids, _, _ in ends]
         self._find_held_parts(cut, edges)
 

@@ -1,7 +1,8 @@
 """Blocks of which a rank holds a part (DTensor).
 
 Muon's direction alone needs whole matrices: they are dealt out over the ranks, so that each is put together,
-orthogonalised and cut again on one of them. For the rest sums over ranks are enough (:mod:`.sums`).
+orthogonalised and cut again on one of them. For the rest sums over ranks are enough
+(:func:`pathsgd.sharding.reduce_over_ranks`).
 """
 
 from __future__ import annotations

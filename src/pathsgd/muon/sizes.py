@@ -45,12 +45,12 @@ class Sizes:
         self.length = put([block.numel for block in blocks]).sqrt()
         self.turning = put([block.turns for block in blocks])
         self.share = put([SHARE if block.turns else 1.0 for block in blocks])
-        # That of weights into a unit with norm 1.
+        # The least size of a family: that of weights into a unit which have norm 1 together.
         self.least = put([share / max(1.0, n) ** 0.5 for share, n in zip(shares, incoming, strict=True)])
         self.members, filled = _pad(members, device)
         own_part = put([block.numel * lead for block, lead in zip(blocks, leads, strict=True)])
         self.parts = own_part[self.members] * filled / put(leading).clamp(min=1)[:, None]
-        # What turns is compared with itself.
+        # find_noise compares a bias with its family, and a matrix with itself: it is never noise.
         self.compared, _ = _pad([[k] if blocks[k].turns else own for k, own in enumerate(members)], device)
 
     def measure(self, norms: Tensor) -> tuple[Tensor, Tensor]:

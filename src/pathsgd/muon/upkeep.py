@@ -69,8 +69,8 @@ class Upkeep:
         """The weights as they were when the optimizer was made, until its first step: a checkpoint may tell
         that they were balanced as they were."""
         self._references: dict[str, dict[str, Tensor]] = {}
-        self._is_of_state = False
-        """Whether weights are those of a state that was loaded and remembers nothing."""
+        self._lacks_references = False
+        """Whether a state was loaded that has no references: it is taken to be of the weights as they are."""
         self._gather: KernelGather | None = None
 
     def _find_free_units(self) -> None:
@@ -115,12 +115,12 @@ class Upkeep:
         self._balance()
 
     def resume(self) -> None:
-        """State was loaded: if it is of the weights as they were before they were balanced, these were
-        balanced already."""
+        """State was loaded. If it belongs to the weights from before this optimizer balanced them, they had
+        been balanced already: they are put back."""
         before, self._before = self._before, {}
         is_as_balanced = self._find_versions() == self._versions
         self._take_up_state()
-        if before and (is_as_balanced if self._is_of_state else self._are_remembered(before)):
+        if before and (is_as_balanced if self._lacks_references else self._are_remembered(before)):
             with torch.no_grad():
                 for name, value in before.items():
                     local_part(self.parameters[name]).detach().copy_(value)
@@ -131,7 +131,7 @@ class Upkeep:
             name: {key: self.state[p][key] for key in REFERENCE}
             for name, p in self.parameters.items() if REFERENCE[0] in self.state.get(p, ())
         }  # fmt: skip
-        self._is_of_state = self._has_state() and not self._has_references()
+        self._lacks_references = self._has_state() and not self._has_references()
 
     def forget_versions(self) -> None:
         self._versions = None
@@ -149,8 +149,8 @@ class Upkeep:
         now = self._find_versions()
         if now == self._versions:
             return
-        if self._is_of_state:
-            self._is_of_state = False
+        if self._lacks_references:
+            self._lacks_references = False
             self._choose_references()
             self._remember()
         elif self.sharded or not self._undo_rescaling():
@@ -245,8 +245,8 @@ class Upkeep:
         self._references[name] = dict(zip(REFERENCE, (index, values), strict=True))
 
     def _join_classes(self) -> Tensor:
-        """The first class that remembered entries join each one to: a held one, but for dead units, whose
-        strongest entries may lead to each other alone."""
+        """The smallest class that each class is connected to by remembered entries: FIXED for all, but for
+        dead units, whose largest entries may lead to each other alone."""
         edges = join_changes([self._read_reference(name, p) for name, p in self.parameters.items()])
         heads, tails = (ids[edges.before != 0] for ids in (edges.heads, edges.tails))
         first = torch.where(self.held, FIXED, torch.arange(len(self.held)))

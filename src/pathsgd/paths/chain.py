@@ -105,17 +105,6 @@ def choose_device(moves: Moves) -> torch.device | None:
     return first.device if alike and (on_cpu or on_gpu) else None
 
 
-def make_step(chain: Chain, device: torch.device) -> ChainStep:
-    """Returns the step that moves a chain on a device."""
-    if device.type == "cpu":
-        from pathsgd.paths.blocked import BlockedChain
-
-        return BlockedChain(chain)
-    from pathsgd.paths.kernels import KernelChain
-
-    return KernelChain(chain, device)
-
-
 def order_sums(count: int) -> list[dict[int, tuple[bool, bool]]]:
     """In rounds, the layers of a chain that are read, and whether for ``into`` of the next layer and for
     ``out`` of the one before."""

@@ -13,6 +13,7 @@ from pathsgd._torch import is_compiling
 from pathsgd.errors import check_p
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
+from pathsgd.paths.blocked import BlockedChain
 from pathsgd.paths.chain import (
     ORDERS,
     Chain,
@@ -22,7 +23,6 @@ from pathsgd.paths.chain import (
     Rule,
     choose_device,
     find_chains,
-    make_step,
 )
 from pathsgd.paths.model_gammas import ModelGammas
 from pathsgd.paths.rule import Step, find_step
@@ -233,7 +233,8 @@ class _Chains:
     def measure(
         self, groups: Sequence[tuple[dict[str, Any], list[Tensor]]], find_buffer: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[ChainStep, Moves, Rule]]:
-        """The chains all of whose parameters are moved by rules alike, with gammas measured."""
+        """Measures gamma of the chains whose parameters all have a gradient and the same COMMON options. The
+        others are moved parameter by parameter."""
         if self._chains is None:
             own = dict(self.gammas.tensors.model.named_parameters())
             found = find_chains(self.gammas.graph)
@@ -256,11 +257,19 @@ class _Chains:
                 continue
             self.gammas.tensors.read(self.gammas.graph)  # which checks that the model is still the same
             if (chain, device) not in self._steps:
-                self._steps[chain, device] = make_step(chain, device)
+                self._steps[chain, device] = _make_step(chain, device)
             step = self._steps[chain, device]
             rule = Rule(int(first["p"]), first["momentum"], first["nesterov"], first["maximize"])
             if step.measure(moves, rule.p):
                 yield step, moves, rule
+
+
+def _make_step(chain: Chain, device: torch.device) -> ChainStep:
+    if device.type == "cpu":
+        return BlockedChain(chain)
+    from pathsgd.paths.kernels import KernelChain  # imports Triton
+
+    return KernelChain(chain, device)
 
 
 def _describe(p: Tensor, group: dict[str, Any], find_buffer: Callable[[Tensor], Tensor]) -> Moved:

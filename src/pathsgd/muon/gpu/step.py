@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pathsgd._torch import is_capturing
+from pathsgd.muon.block_table import BlockTable
 from pathsgd.muon.blocks import Block
 from pathsgd.muon.gpu.kernels import (
     CHUNK,
@@ -25,9 +27,6 @@ from pathsgd.muon.gpu.kernels import (
 )
 from pathsgd.muon.orthogonalize import choose_dtype, iterate, make_diagonal
 from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, on_device
-
-if TYPE_CHECKING:
-    from pathsgd.muon.balanced_muon import RelativeStep
 
 WARPS = 8
 AT_ONCE = 1024
@@ -65,10 +64,21 @@ class _Chunks:
 
 
 class KernelStep:
-    """The kernels of one step, and the tables that they read."""
+    """The kernels of one step, and the tables that they read.
 
-    def __init__(self, step: RelativeStep) -> None:
-        self.step, table = step, step.table
+    Args:
+        table: of the blocks that are moved.
+        state: the optimizer's.
+        decide: from the products of ``RelativeStep.decide`` to what it returns.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        state: Mapping[Tensor, Any],
+        decide: Callable[[Tensor, float], tuple[Tensor, Tensor]],
+    ) -> None:
+        self.table, self.state, self.decide = table, state, decide
         self.is_supported = all(
             p.dtype == torch.float32 and is_dense(p) and p.numel() < 1 << 31 for p in table.moved
         ) and not any(table.shards)
@@ -100,7 +110,7 @@ class KernelStep:
         self.diagonals = [diagonals[min(batch.shape[1:])] for batch in self.batches]
         self.sums = torch.zeros(len(sizes), SUMS.value, dtype=torch.float64, device=table.device)
         assert len(fields[0]) == FIELDS.value
-        self.table = AddressTable(torch.tensor(fields), table.device)
+        self.addresses = AddressTable(torch.tensor(fields), table.device)
         self.steps, self.is_small = 0, start <= MAX_CAPTURED
         self.graph: CUDAGraph | None = None
         self.options: list[dict[str, Any]] = []
@@ -108,7 +118,7 @@ class KernelStep:
 
     def run(self) -> bool:
         """Takes the step, unless the kernels cannot."""
-        table = self.step.table
+        table = self.table
         group, *groups = table.groups
         if (
             not self.is_supported
@@ -127,24 +137,24 @@ class KernelStep:
         return True
 
     def _launch(self) -> None:
-        group = self.step.table.groups[0]
+        group = self.table.groups[0]
         if self.matrices is not None:
             self._orthogonalize(self.matrices, group)
         if self.others is not None:
             first, second = group["betas"]
             rule = 1 - first, second, 1 - second, group["eps"]
-            self.others.launch(adam_kernel, self.table.on_device, self.others.partial, *rule)
+            self.others.launch(adam_kernel, self.addresses.on_device, self.others.partial, *rule)
             self.others.add_up(self.sums, 0, 5)
-        length, factor = self.step.decide(self.sums.T, torch.finfo(torch.float32).eps)
+        length, factor = self.decide(self.sums.T, torch.finfo(torch.float32).eps)
         ends = length.float(), factor.float()
         if self.matrices is not None:
-            self.matrices.launch(move_kernel, self.table.on_device, self.directions, *ends)
+            self.matrices.launch(move_kernel, self.addresses.on_device, self.directions, *ends)
         if self.others is not None:
-            self.others.launch(move_adam_kernel, self.table.on_device, *ends, group["eps"])
+            self.others.launch(move_adam_kernel, self.addresses.on_device, *ends, group["eps"])
 
     def _replay(self) -> None:
         """Runs _launch as a CUDA graph, which reads addresses from the table and rates from the device."""
-        groups, device = self.step.table.groups, self.step.table.device
+        groups, device = self.table.groups, self.table.device
         options = [{k: v for k, v in group.items() if k in CAPTURED} for group in groups]
         rates = [group["lr"] for group in groups]
         if self.graph is None or options != self.options:
@@ -163,24 +173,24 @@ class KernelStep:
 
     def _orthogonalize(self, chunks: _Chunks, group: dict[str, Any]) -> None:
         rule = group["momentum"], group["nesterov"]
-        chunks.launch(momentum_kernel, self.table.on_device, chunks.partial, self.moments, *rule)
+        chunks.launch(momentum_kernel, self.addresses.on_device, chunks.partial, self.moments, *rule)
         chunks.add_up(self.sums, 0, 5)
-        chunks.launch(normalize_kernel, self.table.on_device, self.sums, self.moments, self.directions)
+        chunks.launch(normalize_kernel, self.addresses.on_device, self.sums, self.moments, self.directions)
         for batch, diagonal in zip(self.batches, self.diagonals, strict=True):
             iterate(batch, diagonal, out=batch)
-        chunks.launch(measure_kernel, self.table.on_device, chunks.partial, self.directions)
+        chunks.launch(measure_kernel, self.addresses.on_device, chunks.partial, self.directions)
         chunks.add_up(self.sums, 3, 2)
 
     def _point(self) -> None:
         """Tells the kernels where everything lies now."""
-        table, addresses = self.step.table, []
+        table, addresses = self.table, []
         matrices = set(table.matrices)
         for k, p in enumerate(table.moved):
-            state = self.step.state[p]
+            state = self.state[p]
             keys = ("momentum_buffer",) * 2 if k in matrices else ("exp_avg", "exp_avg_sq")
             addresses += [p.data_ptr(), p.grad.data_ptr(), *(state[key].data_ptr() for key in keys)]  # type: ignore[union-attr]
         owners, offsets = torch.tensor(table.owners), torch.tensor(self.offsets)[:, None]
-        self.table.point(addresses, 4, lambda by_parameter: by_parameter[owners] + offsets)
+        self.addresses.point(addresses, 4, lambda by_parameter: by_parameter[owners] + offsets)
 
 
 def is_dense(p: Tensor) -> bool:
