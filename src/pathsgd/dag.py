@@ -15,7 +15,6 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Generic, TypeAlias, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-Edge: TypeAlias = tuple[Unit, Unit]
 Path: TypeAlias = tuple[tuple[Unit, Unit], ...]
 
 

@@ -23,31 +23,12 @@ Times the whole training step of a model (forward, backward, optimizer) and the 
 
 Every optimizer trains a copy of the model on one random batch at a rate so small that no weight changes; they
 are taken in turn, and medians are printed. The ratio is to torch's optimizer of the same kind, fused if it
-can be, or else to AdamW. The loss is the mean square of all outputs. Muon is torch's for matrices that are
-not embeddings, and AdamW for the rest; on a CPU, where it is slow, it is left out unless named.
+can be, and of BalancedMuon to AdamW. The loss is the mean square of all outputs.
 
 examples:
   pathsgd bench mypkg.models:resnet --input-shape 32,3,32,32
   pathsgd bench train.py:GPT --input-shape 8,1024 --input-dtype int64 --device cuda --autocast --cuda-graph
 """
-
-
-class MuonAndAdamW:
-    """torch's Muon, which takes matrices alone, and its AdamW for the other parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        embeddings = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        excluded = set(map(id, embeddings))
-        matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in excluded]
-        excluded = set(map(id, matrices))
-        rest = [p for p in model.parameters() if id(p) not in excluded]
-        self.parts: list[Any] = [torch.optim.Muon(matrices, LR)] if matrices else []
-        if rest:
-            self.parts.append(torch.optim.AdamW(rest, LR, fused=True, capturable=rest[0].is_cuda))
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
 
 
 def _adamw_options(model: nn.Module) -> dict[str, Any]:
@@ -61,8 +42,7 @@ METHODS: dict[str, tuple[str, Make]] = {
     "PathNormalized(AdamW)": (
         "AdamW", lambda m, g: PathNormalized(torch.optim.AdamW, m, g, **_adamw_options(m))
     ),
-    "Muon": ("Muon", lambda m, g: MuonAndAdamW(m)),
-    "BalancedMuon": ("Muon", lambda m, g: BalancedMuon(m, g, LR)),
+    "BalancedMuon": ("AdamW", lambda m, g: BalancedMuon(m, g, LR)),
 }  # fmt: skip
 """Name -> (torch's optimizer of the same kind, what makes it)."""
 
@@ -84,9 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         device = inputs[0].device
         if options.cuda_graph and device.type != "cuda":
             raise PathError("--cuda-graph needs --device cuda")
-        names = options.methods or [name for name in METHODS if name != "Muon" or device.type == "cuda"]
         steps: dict[str, tuple[Step, Step]] = {}
-        for name in names:
+        for name in options.methods or METHODS:
             steps[name] = _make_steps(copy.deepcopy(model), METHODS[name][1], graph, inputs, options.autocast)
         train = {name: whole for name, (whole, _) in steps.items()}
         times = {"step": median_us(train, options.seconds, device)}

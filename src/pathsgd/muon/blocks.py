@@ -87,11 +87,6 @@ class Block:
         rows = self.length if self.axis == 0 else self.shape[0]
         return rows, self.numel // max(1, rows)
 
-    @property
-    def orthogonal_norm(self) -> float:
-        """The spectral norm of an orthogonal matrix of its size whose entries have root mean square 1."""
-        return math.sqrt(max(self.matrix_shape))
-
 
 def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     """The blocks of every parameter by name."""

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from pathsgd.paths.chain import Chain, Moved, Moves, Rule, order_sums
+from pathsgd.paths.model_gammas import CHECK_EVERY
 
 BLOCK = 1 << 19
 """Entries of a block."""
-
-CHECK_EVERY = 100
-"""Steps between two that look whether numbers are in range."""
 
 MAX_ROOT = 2.0**55
 """1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds its square."""

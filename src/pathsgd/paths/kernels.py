@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pathsgd._torch import is_capturing
 from pathsgd.paths.chain import Chain, Moves, Rule, order_sums
+from pathsgd.paths.model_gammas import CHECK_EVERY
 from pathsgd.training.capture import WARM_UP, AddressTable, CUDAGraph, capture, free_after_capture, on_device
 
 ROWS: tl.constexpr = tl.constexpr(64)
@@ -36,8 +37,6 @@ the columns."""
 MAX_ROOT = 2.0**110
 """1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds it; else torch operations
 take the step."""
-CHECK_EVERY = 100
-"""Steps between two that look at them, for which the host waits."""
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from pathsgd.training.lazy_graph import LazyGraph
 from pathsgd.training.staleness import ModelTensors, find_versions
 
 CHECK_EVERY = 100
-"""Measurements between two that look whether numbers are in range, for which the host waits for a GPU."""
+"""Steps between two that look whether numbers are in range, for which the host waits for a GPU."""
 
 
 class ModelGammas:
