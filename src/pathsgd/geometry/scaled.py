@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pathsgd._torch import are_plain
 from pathsgd.graph.nodes import Operation
 from pathsgd.graph.views import view_tensor
 
@@ -91,6 +92,13 @@ class Arithmetic:
             base = base * base if n else base
         assert result is not None
         return result
+
+    def power_in_double(self, w: Tensor, memory: Tensor | None = None) -> Tensor:
+        """``|w|^p`` of weights of any precision, in fp64; in ``memory``, where nothing differentiates it."""
+        if self.p == 2 and not self.as_given and are_plain([w]):
+            x = w.to(torch.float64, copy=True) if memory is None else memory[: len(w)].copy_(w)
+            return x.mul_(x)
+        return self.power(w.double())
 
     def root(self, x: Tensor) -> Tensor:
         """``x^(1/p)``; for ``p = inf`` path weights carry power one already."""
@@ -172,7 +180,7 @@ class Arithmetic:
     def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
         w, exponent = self.divide_by_middle(w)
-        found = self.center(Scaled(self.power(w.double()), exponent))
+        found = self.center(Scaled(self.power_in_double(w), exponent))
         return Scaled(found.mantissa.expand(tuple(shape)), found.exponent)
 
     def divide_by_middle(self, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -133,8 +133,6 @@ class Vectors:
                 if bias is not None:
                     _move(bias, slice(None), bias.grad, self.root_out[k], bias_unit, rule)
 
-    # Range
-
     def take_units(self, exact: Vectors) -> None:
         """Units in which numbers lie around 1."""
         self.in_units, self.out_units = (
@@ -143,9 +141,8 @@ class Vectors:
         )
 
     def agree(self, exact: Vectors) -> bool:
-        pairs = zip(
-            [*self.into, *self.out], [*exact.into, *exact.out], [*self.in_units, *self.out_units], strict=True
-        )
+        units = self.in_units + self.out_units
+        pairs = zip(self.into + self.out, exact.into + exact.out, units, strict=True)
         return all(torch.allclose(a.double() * 2.0**unit, b, rtol=LOST, atol=0) for a, b, unit in pairs)
 
     def are_in_range(self) -> bool:

@@ -31,9 +31,9 @@ def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
     lead = x.mantissa.shape[:-1]
     rows = x.mantissa.reshape(math.prod(lead), x.mantissa.shape[-1])
     if math.isinf(arithmetic.p):
-        y = _max_product(rows, arithmetic.power(weight.double()))
+        y = _max_product(rows, arithmetic.power_in_double(weight))
     elif torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad):
-        y = rows @ arithmetic.power(weight.double()).t()
+        y = rows @ arithmetic.power_in_double(weight).t()
     else:
         y = _contract_blocks(arithmetic, rows, weight)
     return arithmetic.center(Scaled(y.reshape(*lead, weight.shape[0]), x.exponent + exponent))
@@ -59,15 +59,16 @@ def add_outer_products(arithmetic: Arithmetic, uses: Sequence[tuple[Scaled, Scal
 
 def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ (|W|^p)^T``, block by block along the axis in which W lies contiguous in memory."""
-    outputs, inputs = weight.shape
+    is_by_row = weight.stride(0) >= weight.stride(1)
+    matrix = weight if is_by_row else weight.t()
     block = BLOCK if weight.device.type == "cpu" else BLOCK_ON_DEVICE
-    if weight.stride(0) >= weight.stride(1):
-        rows = max(block // max(inputs, 1), 1)
-        parts = [x @ arithmetic.power(part.double()).t() for part in weight.split(rows)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    step = max(block // max(outputs, 1), 1)
-    pairs = zip(x.split(step, 1), weight.t().split(step), strict=True)
-    return functools.reduce(torch.add, (columns @ arithmetic.power(part.double()) for columns, part in pairs))
+    step = max(block // max(matrix.shape[1], 1), 1)
+    memory = matrix.new_empty(min(step, len(matrix)), matrix.shape[1], dtype=torch.float64)
+    powers = (arithmetic.power_in_double(part, memory) for part in matrix.split(step))
+    if is_by_row:
+        return torch.cat([x @ part.t() for part in powers], 1)
+    pairs = zip(x.split(step, 1), powers, strict=True)
+    return functools.reduce(torch.add, (columns @ part for columns, part in pairs))
 
 
 def _max_product(x: Tensor, edges: Tensor) -> Tensor:

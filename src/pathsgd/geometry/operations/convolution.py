@@ -26,7 +26,7 @@ def convolve(arithmetic: Arithmetic, operation: Conv, x: Scaled, weight: Tensor)
             lambda x, w: convolve(arithmetic, operation, x, w), arithmetic, x, weight, 1, outputs, inputs
         )
     weight, exponent = arithmetic.divide_by_middle(weight)
-    edges = arithmetic.power(weight.double())
+    edges = arithmetic.power_in_double(weight)
     if math.isinf(arithmetic.p):
         y = _max_conv(operation, x.mantissa, edges)
     else:
@@ -56,8 +56,9 @@ def adjoin_conv_weight(
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
     else:
+        like = x.mantissa.new_empty(()).expand(weight.shape)  # its shape alone is read
         _, value, _ = torch.ops.aten.convolution_backward(
-            gradient.mantissa, x.mantissa, weight.double(), None, operation.stride, operation.padding,
+            gradient.mantissa, x.mantissa, like, None, operation.stride, operation.padding,
             operation.dilation, operation.transposed, operation.output_padding, operation.groups,
             (False, True, False),
         )  # fmt: skip

@@ -79,9 +79,7 @@ class KernelStep:
         decide: Callable[[Tensor, float], tuple[Tensor, Tensor]],
     ) -> None:
         self.table, self.state, self.decide = table, state, decide
-        self.is_supported = all(
-            p.dtype == torch.float32 and is_dense(p) and p.numel() < 1 << 31 for p in table.moved
-        ) and not any(table.shards)
+        self.is_supported = all(map(is_readable, table.moved)) and not any(table.shards)
         if not self.is_supported:
             return
         fields, self.offsets = [], []
@@ -193,8 +191,10 @@ class KernelStep:
         self.addresses.point(addresses, 4, lambda by_parameter: by_parameter[owners] + offsets)
 
 
-def is_dense(p: Tensor) -> bool:
-    """Whether its entries fill its memory, the rows one after the other."""
+def is_readable(p: Tensor) -> bool:
+    """Whether kernels can read it: in fp32, its entries fill its memory, the rows one after the other."""
+    if p.dtype != torch.float32 or p.numel() >= 1 << 31:
+        return False
     sizes = sorted((stride, n) for stride, n in zip(p.stride(), p.shape, strict=True) if n > 1)
     expected = 1
     for stride, n in sizes:

@@ -23,7 +23,7 @@ from pathsgd.muon.gpu.kernels import (
     rescale_kernel,
     row_kernel,
 )
-from pathsgd.muon.gpu.step import is_dense
+from pathsgd.muon.gpu.step import is_readable
 from pathsgd.muon.round import EVERY, find_factors, list_places
 from pathsgd.training.capture import AddressTable, on_device
 
@@ -42,9 +42,7 @@ class KernelUpkeep:
     ) -> None:
         self.parameters = list(parameters.values())
         self.device = self.parameters[0].device
-        self.is_supported = all(
-            p.dtype == torch.float32 and is_dense(p) and p.numel() < 1 << 31 for p in self.parameters
-        )
+        self.is_supported = all(map(is_readable, self.parameters))
         heads, tails, degrees, fields = [], [], [], []
         row_tiles: list[Tensor] = []
         column_tiles: list[Tensor] = []
