@@ -78,17 +78,17 @@ def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
     if not is_sharded(tensor):
         return ()
     mesh, shape = tensor.device_mesh, list(tensor.shape)
-    found = []
+    shards = []
     for k in _order_of_cuts(tensor):
         dim: int = tensor.placements[k].dim % len(shape)  # type: ignore[attr-defined]
         size = shape[dim]
         most = -(-size // mesh.size(k))
         start = min(mesh.get_local_rank(k) * most, size)
         shape[dim] = min(most, size - start)
-        found.append(Shard(dim, start, shape[dim], size, mesh.get_group(k)))
+        shards.append(Shard(dim, start, shape[dim], size, mesh.get_group(k)))
     if shape != list(local_part(tensor).shape):
         raise _unsupported(tensor)
-    return tuple(found)
+    return tuple(shards)
 
 
 def _order_of_cuts(tensor: DTensor) -> list[int]:

@@ -101,8 +101,8 @@ def check_finite(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     bad = [float(not _is_finite(local_part(t).detach())) for t in chosen.values()]
     shards = [shards_of(t) for t in chosen.values()]
     on_gpu = any(dist.get_backend(shard.group) == "nccl" for own in shards for shard in own)
-    found = reduce_over_ranks(torch.tensor(bad, device="cuda" if on_gpu else "cpu"), shards, largest=True)
-    for name, is_bad in zip(chosen, found.tolist(), strict=True):
+    flags = reduce_over_ranks(torch.tensor(bad, device="cuda" if on_gpu else "cpu"), shards, largest=True)
+    for name, is_bad in zip(chosen, flags.tolist(), strict=True):
         if is_bad:
             raise PathError(f"parameter {name!r} holds nan or inf; balance needs finite weights")
 
@@ -145,12 +145,12 @@ def find_balancing_factors(
     edges = units.parameters if edges is None else edges
     fixed = torch.zeros(units.count, dtype=torch.bool) if held is None else held.clone()
     fixed[FIXED] = True
-    found = find_least_mu(tensors, edges, fixed, float(p), float(q), rows)
+    factors = find_least_mu(tensors, edges, fixed, float(p), float(q), rows)
     exact = find_exact(tensors, edges, units.count)
-    mantissa = torch.where(exact, 1.0, found.mantissa)
+    mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
         mantissa = torch.ones_like(mantissa)
-    return ClassFactors(mantissa, found.exponent)
+    return ClassFactors(mantissa, factors.exponent)
 
 
 def _rounding(tensors: Iterable[Tensor]) -> float:

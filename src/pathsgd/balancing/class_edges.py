@@ -150,47 +150,47 @@ class EdgeLayout:
             largest: whether numbers of one edge are combined by their maximum, not their sum.
         """
         local = torch.atleast_1d(local_part(tensor).detach())
-        shape = [n if own > 1 else 1 for n, own in zip(local.shape, self._shape, strict=True)]
+        shape = [n if whole > 1 else 1 for n, whole in zip(local.shape, self._shape, strict=True)]
         others = [d for d, n in enumerate(self._shape) if n == 1]
-        found = local.new_zeros(shape, dtype=torch.float64)
+        sums = local.new_zeros(shape, dtype=torch.float64)
         for rows, x in in_double(local):
             of_entries(x, rows)
-            x, own = _combine(x, others, largest), at_rows(found, rows)
-            torch.maximum(own, x, out=own) if largest else own.add_(x)
-        found = found.cpu()
-        return self._as_matrix(found, largest) if self._is_matrix else self._as_list(found, largest)
+            x, part = _combine(x, others, largest), at_rows(sums, rows)
+            torch.maximum(part, x, out=part) if largest else part.add_(x)
+        sums = sums.cpu()
+        return self._as_matrix(sums, largest) if self._is_matrix else self._as_list(sums, largest)
 
-    def _as_list(self, found: Tensor, largest: bool) -> Edges:
+    def _as_list(self, sums: Tensor, largest: bool) -> Edges:
         if self.shards:
             whole = torch.zeros(self._shape, dtype=torch.float64)
-            cut_ids(whole, self.shards).copy_(found)
-            found = _over_ranks(whole, self._groups, largest)
+            cut_ids(whole, self.shards).copy_(sums)
+            sums = _over_ranks(whole, self._groups, largest)
         ends = (ids.expand(self._shape).flatten() for ids in (self.head, self.tail, self._unit))
-        return self._list_edges(found.flatten(), *ends)
+        return self._list_edges(sums.flatten(), *ends)
 
-    def _as_matrix(self, found: Tensor, largest: bool) -> Edges:
+    def _as_matrix(self, sums: Tensor, largest: bool) -> Edges:
         heads, tails = self._along(self._by_head, self.head), self._along(self._by_tail, self.tail)
         units = self._along(self._by_head, self._unit)
         rows, columns = self._find_held(self._by_head), self._find_held(self._by_tail)
-        order = sorted(range(found.dim()), key=lambda d: (d not in self._by_head, d not in self._by_tail))
-        table = found.permute(order).reshape(len(rows), len(columns))
+        order = sorted(range(sums.dim()), key=lambda d: (d not in self._by_head, d not in self._by_tail))
+        table = sums.permute(order).reshape(len(rows), len(columns))
         # Weights into units that are not rescaled stay apart only where a power is taken of their sums.
         free = (heads != FIXED) | (not self._merges), tails != FIXED
-        own = free[0][rows], free[1][columns]
-        upper, lower = _take(table, own[0], 0), _take(table, ~own[0], 0)
-        values = _take(upper, own[1], 1)
-        places = tuple((f.cumsum(0) - 1)[n[o]] for f, n, o in zip(free, (rows, columns), own, strict=True))
+        mask = free[0][rows], free[1][columns]
+        upper, lower = _take(table, mask[0], 0), _take(table, ~mask[0], 0)
+        values = _take(upper, mask[1], 1)
+        places = tuple((f.cumsum(0) - 1)[n[o]] for f, n, o in zip(free, (rows, columns), mask, strict=True))
         held = (places[0], places[1]) if self.shards else None
         heads, tails, units = heads[free[0]], tails[free[1]], units[free[0]]
         matrix = Matrix(values, heads, tails, self.degree, units, held, self._groups)
         parts = []
         if not bool(free[1].all()):
-            found = matrix.complete(_combine(_take(upper, ~own[1], 1), [1], largest).flatten(), 0, largest)
-            parts.append(self._list_edges(found, heads, torch.full_like(heads, FIXED), units))
+            sums = matrix.complete(_combine(_take(upper, ~mask[1], 1), [1], largest).flatten(), 0, largest)
+            parts.append(self._list_edges(sums, heads, torch.full_like(heads, FIXED), units))
         if not bool(free[0].all()):
-            found = matrix.complete(_combine(_take(lower, own[1], 1), [0], largest).flatten(), 1, largest)
+            sums = matrix.complete(_combine(_take(lower, mask[1], 1), [0], largest).flatten(), 1, largest)
             fixed = torch.full_like(tails, FIXED)
-            parts.append(self._list_edges(found, fixed, tails, fixed))
+            parts.append(self._list_edges(sums, fixed, tails, fixed))
         if self.degree == 1 and bool(torch.isin(heads, tails).any()):
             is_loop = matrix.at_heads(heads)[:, None] == matrix.at_tails(tails)
             loops = matrix.complete(_combine(values * is_loop, [1], largest).flatten(), 0, largest)
@@ -200,10 +200,10 @@ class EdgeLayout:
 
     def _list_edges(self, values: Tensor, heads: Tensor, tails: Tensor, units: Tensor) -> Edges:
         degrees = torch.full_like(heads, self.degree)
-        found = Edges([], values, heads, tails, degrees, units)
+        edges = Edges([], values, heads, tails, degrees, units)
         if not self._merges:
-            return found
-        return Edges([], *(x[~found.is_loop] for x in (values, heads, tails, degrees, units)))
+            return edges
+        return Edges([], *(x[~edges.is_loop] for x in (values, heads, tails, degrees, units)))
 
     def _along(self, dims: list[int], ids: Tensor) -> Tensor:
         return ids.expand([n if d in dims else 1 for d, n in enumerate(self._shape)]).flatten()
@@ -227,9 +227,9 @@ def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
     def exponent(x: Tensor) -> Tensor:
         return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
 
-    found = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
-    matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in found.matrices]
-    return replace(found, matrices=matrices, values=exponent(found.values))
+    largest_of = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
+    matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in largest_of.matrices]
+    return replace(largest_of, matrices=matrices, values=exponent(largest_of.values))
 
 
 def sum_powers(layout: EdgeLayout, tensor: Tensor, p: float, exponents: Tensor, shift: int) -> Edges:

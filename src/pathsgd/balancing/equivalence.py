@@ -138,7 +138,7 @@ def read_factors(changes: Changes, held: Tensor) -> ClassFactors | None:
     usable = before != 0
     quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
     mantissa, exponent = torch.frexp(quotient)
-    found = ClassFactors(
+    factors = ClassFactors(
         torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
     )
     known = held.clone()
@@ -150,7 +150,7 @@ def read_factors(changes: Changes, held: Tensor) -> ClassFactors | None:
         else:
             left = (~known).nonzero().flatten()
             if not len(left):
-                return found
+                return factors
             known[left[0]] = True  # nothing ties it to a known one: its factor changes no weight
             continue
         size = torch.where(reached, before.abs(), -1)
@@ -159,16 +159,16 @@ def read_factors(changes: Changes, held: Tensor) -> ClassFactors | None:
         target, source, degree = targets[chosen], sources[chosen], degrees[chosen]
         m, e = mantissa[chosen], exponent[chosen].long()
         if targets is heads:
-            m, e = m * found.mantissa[source] ** degree, e + degree * found.exponent[source]
+            m, e = m * factors.mantissa[source] ** degree, e + degree * factors.exponent[source]
         else:
-            m, e = found.mantissa[source] / m, found.exponent[source] - e
+            m, e = factors.mantissa[source] / m, factors.exponent[source] - e
             odd = e % degree  # the root of an even power of two is one
             m, e = (
                 (m * torch.exp2(odd.double())) ** (1 / degree),
                 torch.div(e - odd, degree, rounding_mode="floor"),
             )
         m, shift = torch.frexp(m)
-        found.mantissa[target], found.exponent[target] = m, e + shift
+        factors.mantissa[target], factors.exponent[target] = m, e + shift
         known[target] = True
 
 

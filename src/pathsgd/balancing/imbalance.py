@@ -157,20 +157,20 @@ def _layers(
     """The groups of units in order of evaluation; those with the same owners are one layer, as the parts of
     an attention's input projection are."""
     numbers = {region: k for k, region in enumerate(graph.parameter_regions())}
-    found: dict[tuple[tuple[str, ...], int | None], list[tuple[Tensor, Tensor]]] = {}
+    by_owners: dict[tuple[tuple[str, ...], int | None], list[tuple[Tensor, Tensor]]] = {}
     start = 0
     for group in find_unit_groups(graph):
         heads = group.heads(units)
-        own = norms[start : start + len(heads)]
+        values = norms[start : start + len(heads)]
         start += len(heads)
         region = numbers.get(graph.regions[group.parts[0].node])
-        found.setdefault((_owners(group, units), region), []).append((heads, own))
+        by_owners.setdefault((_owners(group, units), region), []).append((heads, values))
     layers = []
-    for (owners, region), groups in found.items():
-        heads, own = (torch.cat(parts) for parts in zip(*groups, strict=True))
+    for (owners, region), groups in by_owners.items():
+        heads, values = (torch.cat(parts) for parts in zip(*groups, strict=True))
         free = (heads != FIXED) & ~kept[heads]
         spread = Spread.of(imbalances[heads[free]])
-        layers.append(LayerImbalance(owners, region, len(heads), int(free.sum()), Spread.of(own), spread))
+        layers.append(LayerImbalance(owners, region, len(heads), int(free.sum()), Spread.of(values), spread))
     return tuple(layers)
 
 

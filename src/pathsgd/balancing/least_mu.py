@@ -119,12 +119,12 @@ def _reach_heads(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
         new, old = ~known[matrix.heads], known[matrix.tails]
         if bool(new.any()) and bool(old.any()):
             at_tail = torch.where(old, -matrix.degree * exponents[matrix.tails], ZERO)
-            found = matrix.find_largest(at_tail)
-            progress |= _learn(exponents, known, matrix.heads, torch.where(new, found, ZERO), -1)
+            largest = matrix.find_largest(at_tail)
+            progress |= _learn(exponents, known, matrix.heads, torch.where(new, largest, ZERO), -1)
     if not progress:
         usable = ~known[edges.heads] & known[edges.tails]
-        found = torch.where(usable, edges.values - edges.degrees * exponents[edges.tails], ZERO)
-        progress = _learn(exponents, known, edges.heads, found, -1)
+        largest = torch.where(usable, edges.values - edges.degrees * exponents[edges.tails], ZERO)
+        progress = _learn(exponents, known, edges.heads, largest, -1)
     return progress
 
 
@@ -133,14 +133,14 @@ def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
         new, old = ~known[matrix.tails], known[matrix.heads]
         if bool(new.any()) and bool(old.any()):
             at_head = torch.where(old, exponents[matrix.heads], ZERO)
-            found = matrix.find_largest_by_tail(at_head)
-            if _learn(exponents, known, matrix.tails, torch.where(new, found, ZERO), matrix.degree):
+            largest = matrix.find_largest_by_tail(at_head)
+            if _learn(exponents, known, matrix.tails, torch.where(new, largest, ZERO), matrix.degree):
                 return True
     usable = ~known[edges.tails] & known[edges.heads]
     for degree in edges.degrees.unique().tolist():
-        own = usable & (edges.degrees == degree)
-        found = torch.where(own, edges.values + exponents[edges.heads], ZERO)
-        if _learn(exponents, known, edges.tails, found, degree):
+        chosen = usable & (edges.degrees == degree)
+        largest = torch.where(chosen, edges.values + exponents[edges.heads], ZERO)
+        if _learn(exponents, known, edges.tails, largest, degree):
             return True
     return False
 
@@ -148,12 +148,12 @@ def _reach_tails(edges: Edges, exponents: Tensor, known: Tensor) -> bool:
 def _find_joined(edges: Edges, count: int) -> Tensor:
     """Whether a weight that is not zero leads into a class or out of it, by class."""
     used = edges.values > ZERO // 2
-    found = [edges.heads[used], edges.tails[used]]
+    classes = [edges.heads[used], edges.tails[used]]
     for matrix in edges.matrices:
-        found.append(matrix.heads[matrix.find_largest(torch.zeros_like(matrix.tails)) > ZERO // 2])
-        found.append(matrix.tails[matrix.find_largest_by_tail(torch.zeros_like(matrix.heads)) > ZERO // 2])
+        classes.append(matrix.heads[matrix.find_largest(torch.zeros_like(matrix.tails)) > ZERO // 2])
+        classes.append(matrix.tails[matrix.find_largest_by_tail(torch.zeros_like(matrix.heads)) > ZERO // 2])
     joined = torch.zeros(count, dtype=torch.bool)
-    joined[torch.cat(found)] = True
+    joined[torch.cat(classes)] = True
     return joined
 
 
@@ -174,14 +174,14 @@ def _learn(exponents: Tensor, known: Tensor, classes: Tensor, found: Tensor, deg
 
 def _highest(sizes: Edges, exponents: Tensor) -> int:
     """The largest binary exponent of a parameter's rescaled entries."""
-    found = [ZERO]
+    highest = [ZERO]
     for matrix in sizes.matrices:
         at_head, at_tail = exponents[matrix.heads], -matrix.degree * exponents[matrix.tails]
-        found.append(int((matrix.find_largest(at_tail) + at_head).max()))
+        highest.append(int((matrix.find_largest(at_tail) + at_head).max()))
     if len(sizes.values):
-        own = sizes.values + exponents[sizes.heads] - sizes.degrees * exponents[sizes.tails]
-        found.append(int(own.max()))
-    return max(found) if max(found) > ZERO // 2 else 0
+        listed = sizes.values + exponents[sizes.heads] - sizes.degrees * exponents[sizes.tails]
+        highest.append(int(listed.max()))
+    return max(highest) if max(highest) > ZERO // 2 else 0
 
 
 def _take_logarithms(powers: Edges, scale: float) -> Edges:
@@ -245,8 +245,8 @@ class _Past:
             return t + step
         points = torch.stack(self.points, 1).diff(dim=1)
         steps = torch.stack(self.steps, 1).diff(dim=1)
-        found = torch.linalg.lstsq(steps, step[:, None], driver="gelsd").solution
-        return t + step - ((points + steps) @ found)[:, 0]
+        weights = torch.linalg.lstsq(steps, step[:, None], driver="gelsd").solution
+        return t + step - ((points + steps) @ weights)[:, 0]
 
 
 class _Solver:
@@ -356,8 +356,8 @@ class _Solver:
         ones = torch.ones(int(live.sum()), 1, dtype=torch.float64)
         matrix = torch.cat([self.order * self.coefficients[live], -ones], 1)
         ridge = 1e-6 * torch.eye(self.layer_count, dtype=torch.float64)
-        found = torch.linalg.solve(matrix.T @ matrix + ridge, matrix.T @ -flow.between[live])
-        return torch.cat([found.new_zeros(1), found[:-1]])
+        solution = torch.linalg.solve(matrix.T @ matrix + ridge, matrix.T @ -flow.between[live])
+        return torch.cat([solution.new_zeros(1), solution[:-1]])
 
     def _correct_layers(self, step: Tensor, flow: _Flow) -> Tensor:
         """A step in which the mean of each layer is replaced by what Newton's method finds."""
@@ -371,9 +371,9 @@ class _Solver:
         # Layers may differ by any power of ten: a diagonal of ones keeps the smallest in the solution.
         scale = hessian.diagonal().clamp(min=1e-300).rsqrt()
         scaled = hessian * scale * scale[:, None] + 1e-14 * torch.eye(len(scale), dtype=torch.float64)
-        found = -scale * torch.linalg.solve(scaled, scale * gradient)
-        found = found / max(1.0, float(found.abs().max()))
-        change = torch.cat([found.new_zeros(1), found]) - mean
+        newton_step = -scale * torch.linalg.solve(scaled, scale * gradient)
+        newton_step = newton_step / max(1.0, float(newton_step.abs().max()))
+        change = torch.cat([newton_step.new_zeros(1), newton_step]) - mean
         return step + torch.where(self.live, change[self.layers], 0)
 
     # Classes without a minimum
@@ -388,8 +388,8 @@ class _Solver:
             for matrix in reversed(self.edges.matrices):
                 log = torch.where(reached, 0.0, -math.inf).double()
                 if not bool(reached[matrix.tails].all()):
-                    found = matrix.sum_columns(log[matrix.heads]) > -math.inf
-                    reached[matrix.tails[found]] = True
+                    leads = matrix.sum_columns(log[matrix.heads]) > -math.inf
+                    reached[matrix.tails[leads]] = True
             if torch.equal(before, reached):
                 return reached
 
@@ -437,9 +437,9 @@ class _Solver:
         into += [m.sum_rows(m.degree * at_tail[m.tails]) for m in edges.matrices]
         out = [edges.values + at_head[edges.heads]]
         out += [m.sum_columns(at_head[m.heads]) for m in edges.matrices]
-        found = (
+        logs = (
             _log_sum(torch.cat(into), self.heads, self.count),
             _log_sum(torch.cat(out), self.tails, self.count),
         )
-        into_class, out_class = (torch.where(settled, -math.inf, log) for log in found)
+        into_class, out_class = (torch.where(settled, -math.inf, log) for log in logs)
         return into_class, out_class

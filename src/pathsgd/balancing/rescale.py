@@ -199,8 +199,8 @@ def unbalance(
     """
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
-    found = unit_classes_of(graph)
-    hidden = found.count - 1
+    classes = unit_classes_of(graph)
+    hidden = classes.count - 1
     picks = hidden // 4 if units is None else units
     if picks < 0:
         raise RescaleError(f"Invalid number of units: {picks}")
@@ -215,7 +215,7 @@ def unbalance(
     device = generator.device if generator is not None else torch.device("cpu")
     chosen = torch.randint(hidden, (picks,), generator=generator, device=device).cpu() + 1
     drawn = torch.randn(picks, generator=generator, dtype=torch.float64, device=device).cpu()
-    logarithms = torch.zeros(found.count, dtype=torch.float64)
+    logarithms = torch.zeros(classes.count, dtype=torch.float64)
     logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)
     factors = (logarithms / math.log(2)).round().exp2() if powers_of_two else logarithms.exp()
-    apply_factors(tensors, found, factors)
+    apply_factors(tensors, classes, factors)

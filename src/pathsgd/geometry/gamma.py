@@ -252,13 +252,13 @@ def measure_gammas(
     kept = gather_vectors(graph, tensors)
     looks = centered is None
     network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p), bool(centered)), looks)
-    found = measure(network)
+    measured = measure(network)
     if looks and not is_in_range(network):
         network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks)
-        found = measure(network)
+        measured = measure(network)
         check_range(network, network.find_multiplied(), backward=True)
-    whole = {name for name in found if is_sharded(tensors[name]) and not is_sharded(kept[name])}
-    parts = {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in found.items()}
+    whole = {name for name in measured if is_sharded(tensors[name]) and not is_sharded(kept[name])}
+    parts = {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in measured.items()}
     return Gammas(parts, network.arithmetic.centered)
 
 
@@ -284,13 +284,13 @@ def measure(network: PoweredNetwork) -> dict[str, Gamma]:
             vectors.setdefault(info.name, []).append(take_held_ends(tensors[info.name], *ends, 0))
     for name in [name for name in vectors if uses[name] > 1]:
         wholes.setdefault(name, []).append(add_outer_products(arithmetic, vectors.pop(name)))
-    found = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
-    found |= {name: Gamma(arithmetic, shapes[name], whole=arithmetic.add(ws)) for name, ws in wholes.items()}
+    named = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
+    named |= {name: Gamma(arithmetic, shapes[name], whole=arithmetic.add(ws)) for name, ws in wholes.items()}
     for name, info in graph.parameters.items():
-        if name not in found:
+        if name not in named:
             # 1 of what is on no path, 0 where no path leads on to an output.
             whole = arithmetic.ones(shapes[name], network.device)
             if info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE):
                 whole = Scaled(torch.zeros_like(whole.mantissa), torch.full_like(whole.exponent, DEAD))
-            found[name] = Gamma(arithmetic, shapes[name], whole=whole)
-    return {name: found[name] for name in graph.parameters}
+            named[name] = Gamma(arithmetic, shapes[name], whole=whole)
+    return {name: named[name] for name in graph.parameters}

@@ -88,13 +88,13 @@ def path_norm(
             values = [_sum(arithmetic, values, network.device)]
         return [_take_root(arithmetic, value, log) for value in values], network
 
-    found, network = replay_calls(graph, tensors, (float(p), tuple(ends), per_output, log), measure)
+    norms, network = replay_calls(graph, tensors, (float(p), tuple(ends), per_output, log), measure)
     if not is_in_range(network):
-        found, network = measure(centered=True)
+        norms, network = measure(centered=True)
         check_range(network, places, backward=False)
     dtype = find_dtype(tensors)
-    found = found if log else [value.to(dtype) for value in found]
-    return found if per_output else found[0]
+    norms = norms if log else [value.to(dtype) for value in norms]
+    return norms if per_output else norms[0]
 
 
 def find_dtype(tensors: Tensors) -> torch.dtype:

@@ -180,8 +180,8 @@ class Arithmetic:
     def edges(self, w: Tensor, shape: Sequence[int]) -> Scaled:
         """``|w|^p`` as a value of the given shape, ``w`` broadcast."""
         w, exponent = self.divide_by_middle(w)
-        found = self.center(Scaled(self.power_in_double(w), exponent))
-        return Scaled(found.mantissa.expand(tuple(shape)), found.exponent)
+        powers = self.center(Scaled(self.power_in_double(w), exponent))
+        return Scaled(powers.mantissa.expand(tuple(shape)), powers.exponent)
 
     def divide_by_middle(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Weights whose powers are within fp64, and the exponent they were divided by."""

@@ -103,17 +103,17 @@ def gather_vectors(graph: PathGraph, tensors: Tensors) -> Tensors:
         return tensors
     uses = _uses(graph)
     gathered = {name for name in sharded if not _stays_sharded(uses.get(name, []), tensors[name])}
-    found = {name: local_part(t) if name in gathered else t for name, t in tensors.items()}
+    parts = {name: local_part(t) if name in gathered else t for name, t in tensors.items()}
     left = {name: list(shards_of(tensor)) for name, tensor in tensors.items() if name in gathered}
     while any(left.values()):  # from the last cut to the first
         buckets: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, Shard]] = {}
         for name, shards in left.items():
             if shards:
                 shard = shards.pop()
-                buckets.setdefault((shard.group, found[name].dtype), {})[name] = shard
+                buckets.setdefault((shard.group, parts[name].dtype), {})[name] = shard
         for bucket in buckets.values():
-            found.update(_gather_bucket(found, bucket))
-    return found
+            parts.update(_gather_bucket(parts, bucket))
+    return parts
 
 
 def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor]:
@@ -138,11 +138,11 @@ def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor
 
 def _uses(graph: PathGraph) -> dict[str, list[Weighted]]:
     """The operations that use a parameter, by its name."""
-    found: dict[str, list[Weighted]] = {}
+    uses: dict[str, list[Weighted]] = {}
     for node in graph.nodes:
         if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
-            found.setdefault(node.operation.weight.parameter.name, []).append(node.operation)
-    return found
+            uses.setdefault(node.operation.weight.parameter.name, []).append(node.operation)
+    return uses
 
 
 def _stays_sharded(uses: Sequence[Weighted], tensor: Tensor) -> bool:

@@ -90,9 +90,9 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
     leaves = tree_leaves(inputs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not tensors:
-        found = type(leaves[0]).__name__ if leaves else "nothing"
-        hint = "pass torch.empty(*shape)" if found == "int" else "make it a tensor, as torch.from_numpy does"
-        raise TraceError(f"example_input must hold a tensor, got {found}: {hint}")
+        kind = type(leaves[0]).__name__ if leaves else "nothing"
+        hint = "pass torch.empty(*shape)" if kind == "int" else "make it a tensor, as torch.from_numpy does"
+        raise TraceError(f"example_input must hold a tensor, got {kind}: {hint}")
     if batch_dim is None:
         return
     if batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors):
@@ -146,7 +146,7 @@ def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) ->
         return False  # two is a size the example does not have; one was fine
 
     def calls(exported: ExportedProgram) -> list[Any]:
-        found = []
+        called = []
         for node in exported.graph.nodes:
             rule = RULES.get(str(node.target).removeprefix("aten.").split(".")[0])
             # An axis of size one needs fewer copies and views than one of size two.
@@ -157,8 +157,8 @@ def _depends_on_size(program: ExportedProgram, model: nn.Module, inputs: Any) ->
                     # One operator for all time steps: their number must not be what was cut.
                     shape = node.args[0].meta["val"].shape
                     steps = shape[1 if node.args[-1] is True and len(shape) == 3 else 0]
-                found.append((str(node.target), steps))
-        return found
+                called.append((str(node.target), steps))
+        return called
 
     return calls(program) != calls(other)
 

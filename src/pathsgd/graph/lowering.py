@@ -215,7 +215,7 @@ class _Lowering:
 
 
 def _leaves(arguments: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
     for value in arguments.values():
-        found.extend(value if isinstance(value, list) else [value])
-    return [value for value in found if isinstance(value, (Paths, Weight, Unknown))]
+        leaves.extend(value if isinstance(value, list) else [value])
+    return [value for value in leaves if isinstance(value, (Paths, Weight, Unknown))]

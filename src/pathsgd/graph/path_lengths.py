@@ -45,7 +45,7 @@ def find_company(
     into_all, onward_all = _longest(graph_nodes, _has_parameter)
     into, onward = _longest(graph_nodes, _is_matrix)
     units = biased_sums(graph_nodes, ends)
-    found: dict[str, Tensor] = {}
+    company_of: dict[str, Tensor] = {}
     for k, node in enumerate(graph_nodes):
         operation = node.operation
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
@@ -58,8 +58,8 @@ def find_company(
         company = torch.where(others > 0, company, Company.NONE).to(torch.int8)
         name = operation.weight.parameter.name
         entries = _to_parameter(operation, company, shapes[name])
-        found[name] = torch.maximum(found[name], entries) if name in found else entries
-    return found
+        company_of[name] = torch.maximum(company_of[name], entries) if name in company_of else entries
+    return company_of
 
 
 def biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[int, int]:

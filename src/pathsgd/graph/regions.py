@@ -66,9 +66,9 @@ def describe_uses(
     for k, node in enumerate(nodes):
         if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
             info = described[node.operation.weight.parameter.name]
-            own = tuple(dict.fromkeys((*info.regions, regions[k])))
+            own_regions = tuple(dict.fromkeys((*info.regions, regions[k])))
             roles = tuple(dict.fromkeys((*info.roles, node.operation.weight.role)))
-            described[info.name] = replace(info, regions=own, roles=roles)
+            described[info.name] = replace(info, regions=own_regions, roles=roles)
     shapes = {name: info.shape for name, info in described.items()}
     for name, company in find_company(nodes, ends, shapes).items():
         described[name] = _describe_company(described[name], company)

@@ -123,10 +123,10 @@ class _Search:
 
     def _contain(self, roots: Tensor, chosen: Iterable[int]) -> Tensor:
         """Whether the values of these nodes have units of the class of a root, by root."""
-        found = torch.zeros(len(roots), dtype=torch.bool)
+        contained = torch.zeros(len(roots), dtype=torch.bool)
         for k in chosen:
-            found[roots[self.ids[k]]] = True
-        return found
+            contained[roots[self.ids[k]]] = True
+        return contained
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)

@@ -269,14 +269,14 @@ class RelativeStep:
         self.table, self.state = table, state
         self.growth = table.put([0.0] * 3 * len(table.blocks)).view(3, -1)
         for k, p in enumerate(table.moved):
-            own, start = state[p], table.owners.index(k)
+            own_state, start = state[p], table.owners.index(k)
             part = self.growth[:, start : start + table.owners.count(k)]
-            if GROWTH in own:
-                part.copy_(own[GROWTH])
-            own[GROWTH] = part
+            if GROWTH in own_state:
+                part.copy_(own_state[GROWTH])
+            own_state[GROWTH] = part
             for key in ("momentum_buffer",) if k in table.matrices else ("exp_avg", "exp_avg_sq"):
-                if key not in own:
-                    own[key] = torch.zeros_like(p)
+                if key not in own_state:
+                    own_state[key] = torch.zeros_like(p)
         self.kernels: KernelStep | None = None
         if table.device.type == "cuda" and has_triton():
             from pathsgd.muon.gpu.step import KernelStep
@@ -305,29 +305,29 @@ class RelativeStep:
 
     def _find_directions(self, grads: list[Tensor]) -> list[Tensor]:
         """The direction of every block: momentum, orthogonalised; or Adam's without its corrections."""
-        found: list[Tensor] = list(grads)
+        directions: list[Tensor] = list(grads)
         for number, group in enumerate(self.table.groups):
-            own = [k for k in self.table.matrices if self.table.group_of[k] == number]
-            if own:
-                buffers, gs = self._find_state(own, "momentum_buffer"), [grads[k] for k in own]
+            numbers = [k for k in self.table.matrices if self.table.group_of[k] == number]
+            if numbers:
+                buffers, gs = self._find_state(numbers, "momentum_buffer"), [grads[k] for k in numbers]
                 foreach("mul_", buffers, group["momentum"])
                 foreach("add_", buffers, gs)
                 ds = foreach("add", gs, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
-                for k, d in zip(own, ds, strict=True):
-                    found[k] = d
-            own = [k for k in self.table.others if self.table.group_of[k] == number]
-            if own:
+                for k, d in zip(numbers, ds, strict=True):
+                    directions[k] = d
+            numbers = [k for k in self.table.others if self.table.group_of[k] == number]
+            if numbers:
                 first, second = group["betas"]
-                means, squares = self._find_state(own, "exp_avg"), self._find_state(own, "exp_avg_sq")
-                gs = [grads[k].to(mean.dtype) for k, mean in zip(own, means, strict=True)]
+                means, squares = self._find_state(numbers, "exp_avg"), self._find_state(numbers, "exp_avg_sq")
+                gs = [grads[k].to(mean.dtype) for k, mean in zip(numbers, means, strict=True)]
                 foreach("lerp_", means, gs, 1 - first)
                 foreach("mul_", squares, second)
                 foreach("addcmul_", squares, gs, gs, 1 - second)
                 roots = foreach("sqrt", squares)
                 foreach("add_", roots, group["eps"])
-                for k, d in zip(own, foreach("div", means, roots), strict=True):
-                    found[k] = d.to(grads[k].dtype)
-        ds = self.table.cut(found)
+                for k, d in zip(numbers, foreach("div", means, roots), strict=True):
+                    directions[k] = d.to(grads[k].dtype)
+        ds = self.table.cut(directions)
         blocks = [self.table.blocks[k] for k in self.table.orthogonal]
         moments = [ds[k] for k in self.table.orthogonal]
         for k, d in zip(
@@ -379,5 +379,5 @@ class RelativeStep:
 
 def _multiply(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """The inner products of all pairs."""
-    found = [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
-    return torch.stack(found).double()
+    products = [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
+    return torch.stack(products).double()

@@ -41,11 +41,11 @@ class BlockTable:
     ) -> None:
         self.moved, self.groups = moved, groups
         self.device = local_part(moved[0]).device
-        found = cut_blocks(find_blocks(graph), {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
+        cut = cut_blocks(find_blocks(graph), {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
         self.blocks: list[Block] = []
         self.owners: list[int] = []
         for k, p in enumerate(moved):
-            own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
+            own = cut[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
             self.blocks += own
             self.owners += [k] * len(own)
         self.shards = [block.shards for block in self.blocks]

@@ -136,11 +136,11 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
         regions = graph.parameters[name].regions
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
-        own = [ratios[region] for region in regions if region in ratios]
+        region_ratios = [ratios[region] for region in regions if region in ratios]
         if any(block.turns for block in blocks):
-            ratio = min([1.0, *(r.layers for r in own)])
+            ratio = min([1.0, *(r.layers for r in region_ratios)])
         elif any(block.family in norms for block in blocks):
-            ratio = min([1.0, *(r.norms for r in own)])
+            ratio = min([1.0, *(r.norms for r in region_ratios)])
         else:
             ratio = 1.0
         counted[name] = [replace(block, share=share, ratio=ratio) for block in blocks]

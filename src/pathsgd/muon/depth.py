@@ -38,11 +38,11 @@ class Ratios(NamedTuple):
 def find_ratios(graph: PathGraph) -> dict[int, Ratios]:
     """The parts of a step that layers and norms take, by region."""
     depths, whole = find_depths(graph, "activations"), find_depths(graph, "everything")
-    found = {}
+    ratios = {}
     for region, depth in depths.items():
         norms = min(1.0, (SHALLOW_NETWORK / whole[region]) ** 0.5)
-        found[region] = Ratios(min(norms, (SHALLOW / depth) ** 0.5), norms)
-    return found
+        ratios[region] = Ratios(min(norms, (SHALLOW / depth) ** 0.5), norms)
+    return ratios
 
 
 def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
@@ -79,38 +79,38 @@ def find_depths(graph: PathGraph, across: Across) -> dict[int, float]:
             length += across != "everything" or node.operation.weight not in known
             known.add(node.operation.weight)
         lengths.append(length)
-    found: dict[int, float] = {}
+    deepest: dict[int, float] = {}
     for k in graph.ends:
         group = joined.find(graph.regions[k])
-        found[group] = max(found.get(group, 1.0), lengths[k], ended[k])
-    return {region: found.get(joined.find(region), 1.0) for region in graph.regions}
+        deepest[group] = max(deepest.get(group, 1.0), lengths[k], ended[k])
+    return {region: deepest.get(joined.find(region), 1.0) for region in graph.regions}
 
 
 def _find_ancestors(graph: PathGraph) -> list[int]:
     """The nodes that each node is computed from and itself, as bits."""
-    found: list[int] = []
+    ancestors: list[int] = []
     for k, node in enumerate(graph.nodes):
-        own = 1 << k
+        bits = 1 << k
         for source in (*node.inputs, *graph.begins.get(k, ())):
-            own |= found[source]
-        found.append(own)
-    return found
+            bits |= ancestors[source]
+        ancestors.append(bits)
+    return ancestors
 
 
 def _find_shortcuts(
     graph: PathGraph, ancestors: Sequence[int], deepest: int, summands: Sequence[int]
 ) -> tuple[int, ...]:
     """The deepest summand, and those that it is computed from, as they are or added to others."""
-    found, left = [deepest], [k for k in summands if k != deepest]
+    shortcuts, left = [deepest], [k for k in summands if k != deepest]
     while left:
         k = left.pop()
         while isinstance(graph.nodes[k].operation, View):
             (k,) = graph.nodes[k].inputs
         if ancestors[deepest] >> k & 1:
-            found.append(k)
+            shortcuts.append(k)
         elif isinstance(graph.nodes[k].operation, Add):
             left += _leave_out_sources(graph, graph.nodes[k].inputs)
-    return tuple(found)
+    return tuple(shortcuts)
 
 
 def _leave_out_sources(graph: PathGraph, nodes: Sequence[int]) -> tuple[int, ...]:
@@ -119,16 +119,16 @@ def _leave_out_sources(graph: PathGraph, nodes: Sequence[int]) -> tuple[int, ...
 
 def find_activations(graph: PathGraph) -> set[int]:
     """The nodes that begin regions and are functions of one other unit each, by one operator or several."""
-    found: set[int] = set()
+    activations: set[int] = set()
     origins: list[int] = []
     for k, node in enumerate(graph.nodes):
         before = _leave_out_sources(graph, (*node.inputs, *graph.begins.get(k, ())))
         pointwise = isinstance(node.operation, (Add, Multiply, Square)) or _is_pointwise(node.operation)
-        own = {origins[j] for j in before}
-        origins.append(own.pop() if pointwise and len(own) == 1 else k)
+        origin = {origins[j] for j in before}
+        origins.append(origin.pop() if pointwise and len(origin) == 1 else k)
         if _is_pointwise(node.operation) and origins[k] != k:
-            found.add(k)
-    return found
+            activations.add(k)
+    return activations
 
 
 def _is_pointwise(operation: object) -> bool:

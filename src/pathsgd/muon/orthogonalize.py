@@ -31,8 +31,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.mT.contiguous() if turned else x
     short, long = sorted(x.shape[-2:])
     pays = short >= LARGE and long >= LONG * short and dtype.itemsize >= 4
-    found = (iterate_gram if pays else iterate)(x, make_diagonal(x)).to(matrices.dtype)
-    return found.mT if turned else found
+    nearest = (iterate_gram if pays else iterate)(x, make_diagonal(x)).to(matrices.dtype)
+    return nearest.mT if turned else nearest
 
 
 def iterate(x: Tensor, diagonal: Tensor, out: Tensor | None = None) -> Tensor:
@@ -113,12 +113,12 @@ def orthogonalize_all(blocks: list[Tensor]) -> list[Tensor]:
     matrices = [block.reshape(len(block), -1) for block in blocks]
     for k, matrix in enumerate(matrices):
         by_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append(k)
-    found = list(blocks)
+    directions = list(blocks)
     for (rows, columns), places in by_shape.items():
         batch = torch.stack([matrices[k] for k in places]) if len(places) > 1 else matrices[places[0]][None]
         ds = orthogonalize(batch, choose_dtype(batch))
         norm = _find_norms(ds)
         ds = ds.mul_((rows * columns) ** 0.5 / torch.where(norm > 0, norm, 1))
         for k, d in zip(places, ds.unbind(), strict=True):
-            found[k] = d.reshape(blocks[k].shape)
-    return found
+            directions[k] = d.reshape(blocks[k].shape)
+    return directions

@@ -145,8 +145,8 @@ class _Gather:
         self.index = self.index.to(device)
 
     def run(self, values: Tensor) -> list[Tensor]:
-        found = values[self.index].split(self.sizes)
-        return [piece.view(shape) for piece, shape in zip(found, self.shapes, strict=True)]
+        pieces = values[self.index].split(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
 def find_factors(arriving: Tensor, leaving: Tensor, free: Tensor, degree: Tensor, exact: Tensor) -> Tensor:

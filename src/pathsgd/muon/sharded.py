@@ -45,19 +45,19 @@ def on_whole_blocks(blocks: Sequence[Block], parts: Sequence[Tensor], compute: C
         parts: what this rank holds of them.
         compute: is given all whole blocks that fell to this rank; those that are not sharded fall to all.
     """
-    found: dict[int, Tensor] = {}
+    result_of: dict[int, Tensor] = {}
     by_group: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[int]] = {}
     for k, (block, part) in enumerate(zip(blocks, parts, strict=True)):
         key = block.shards[-1].group if block.shards else None, part.dtype
         by_group.setdefault(key, []).append(k)
     for (group, _), places in by_group.items():
-        own = [parts[k] for k in places]
+        held = [parts[k] for k in places]
         if group is None:
-            results = compute(own)
+            results = compute(held)
         else:
-            results = _Exchange([blocks[k] for k in places], group).run(own, compute)
-        found.update(zip(places, results, strict=True))
-    return [found[k] for k in range(len(blocks))]
+            results = _Exchange([blocks[k] for k in places], group).run(held, compute)
+        result_of.update(zip(places, results, strict=True))
+    return [result_of[k] for k in range(len(blocks))]
 
 
 class _Exchange:
@@ -71,17 +71,17 @@ class _Exchange:
         """The numbers of each rank's blocks."""
 
     def run(self, parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-        own = self.dealt[self.rank]
+        numbers = self.dealt[self.rank]
         to_owners = [[(k, self.rank) for k in dealt] for dealt in self.dealt]
-        from_holders = [[(k, rank) for k in own] for rank in range(self.ranks)]
+        from_holders = [[(k, rank) for k in numbers] for rank in range(self.ranks)]
         held = {(k, self.rank): part for k, part in enumerate(parts)}
         received = self._send(parts[0], held, to_owners, from_holders)
-        whole = [torch.cat([received[k, r] for r in range(self.ranks)], self.dims[k]) for k in own]
+        whole = [torch.cat([received[k, r] for r in range(self.ranks)], self.dims[k]) for k in numbers]
         # What is sharded over another group, too, is a part still.
-        outer = [replace(self.blocks[k], shards=self.blocks[k].shards[:-1]) for k in own]
+        outer = [replace(self.blocks[k], shards=self.blocks[k].shards[:-1]) for k in numbers]
         results = on_whole_blocks(outer, whole, compute)
         cut = {}
-        for k, result in zip(own, results, strict=True):
+        for k, result in zip(numbers, results, strict=True):
             dim = self.dims[k]
             lengths = [_part_shape(self.blocks[k], r)[dim] for r in range(self.ranks)]
             cut.update({(k, r): part for r, part in enumerate(result.split(lengths, dim))})

@@ -58,9 +58,9 @@ class Sizes:
         share of its family's size grows freely."""
         rms = norms / self.length
         family = rms.square()[self.members].mul_(self.parts).sum(1).sqrt()
-        own = rms * self.turning
-        size = torch.maximum(own, self.share * torch.maximum(family, self.least))
-        return size, own >= size
+        of_matrix = rms * self.turning
+        size = torch.maximum(of_matrix, self.share * torch.maximum(family, self.least))
+        return size, of_matrix >= size
 
     def find_noise(self, gradients: Tensor, bound: float) -> Tensor:
         """Which blocks that do not turn, as biases, have a gradient that is nothing beside their family's,

@@ -118,13 +118,13 @@ def order_sums(count: int) -> list[dict[int, tuple[bool, bool]]]:
 def find_chains(graph: PathGraph) -> list[Chain]:
     """Every region that is a chain of at least two layers, each of whose parameters is used once."""
     uses = Counter(weight.parameter.name for _, weight in graph.weights() if weight.parameter is not None)
-    found = []
+    chains = []
     for region in graph.parameter_regions():
         chain = _find_chain(graph, [k for k in range(len(graph.nodes)) if graph.regions[k] == region])
         names = [name for layer in chain for name in layer.names]
         if len(chain) > 1 and all(uses[n] == 1 and graph.parameters[n].normalised for n in names):
-            found.append(chain)
-    return found
+            chains.append(chain)
+    return chains
 
 
 def _find_chain(graph: PathGraph, members: list[int]) -> Chain:

@@ -44,15 +44,15 @@ class ModelGammas:
         if kept is not None and kept[0] == find_versions(tensors):
             return kept[1]
         looks = not is_capturing() and self._count % CHECK_EVERY == 0
-        found = measure_gammas(
+        measured = measure_gammas(
             self.graph, tensors, p, centered=None if looks else self._centered.get(p, True)
         )
         if not is_capturing():
             self._count += 1
-            self._centered[p] = found.centered
+            self._centered[p] = measured.centered
         if keep and not is_capturing():
-            self._kept[p] = find_versions(tensors), found
-        return found
+            self._kept[p] = find_versions(tensors), measured
+        return measured
 
     def select(self, parameters: Sequence[Tensor], p: float, keep: bool = False) -> list[Gamma | None]:
         """gamma of each of these; None where it is taken to be 1."""

@@ -236,10 +236,10 @@ class _Chains:
         """Measures gamma of the chains whose parameters all have a gradient and the same COMMON options. The
         others are moved parameter by parameter."""
         if self._chains is None:
-            own = dict(self.gammas.tensors.model.named_parameters())
-            found = find_chains(self.gammas.graph)
+            parameters_of = dict(self.gammas.tensors.model.named_parameters())
+            chains = find_chains(self.gammas.graph)
             self._chains = [
-                (chain, [own[name] for layer in chain for name in layer.names]) for chain in found
+                (chain, [parameters_of[name] for layer in chain for name in layer.names]) for chain in chains
             ]
         group_of = {id(p): group for group, params in groups for p in params}
         for chain, parameters in self._chains:

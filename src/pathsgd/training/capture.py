@@ -61,8 +61,8 @@ def capture(launch: Callable[[], T], device: torch.device) -> tuple[CUDAGraph, T
     """A graph of what is launched, and what ``launch`` returned: tensors that every replay writes."""
     graph = CUDAGraph()
     with on_device(device), torch.cuda.graph(graph, capture_error_mode=ERROR_MODE):
-        found = launch()
-    return graph, found
+        result = launch()
+    return graph, result
 
 
 def free_after_capture(owner: object, pinned: object) -> None:
@@ -158,9 +158,9 @@ def replay_calls(
             calls.captured = capture(compute, next(iter(tensors.values())).device)
         if calls.captured is None:
             return compute()
-        graph, found = calls.captured
+        graph, captured_results = calls.captured
         graph.replay()
-        results, others = found
+        results, others = captured_results
         return [result.clone() for result in results], others
     finally:
         _lock.release()

@@ -28,8 +28,8 @@ def batch_norm(b: Builder, call: Call) -> list[Value]:
 
     def edge(*factors: Stored) -> Weight:
         parameter = gain.parameter if gain is not None else None
-        own = gain.factors if gain is not None else ()
-        flat = Weight(mean.shape, parameter, (*own, *factors), "norm weight")
+        fixed = gain.factors if gain is not None else ()
+        flat = Weight(mean.shape, parameter, (*fixed, *factors), "norm weight")
         return _lay_along(b, flat, len(b.shape(x)), channel=1)
 
     parts: list[Value] = [

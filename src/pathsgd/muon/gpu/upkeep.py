@@ -110,9 +110,9 @@ class KernelUpkeep:
         """Tells the kernels where everything lies now."""
         addresses = []
         for p in self.parameters:
-            own = state.get(p, {})
-            first = own.get("momentum_buffer", own.get("exp_avg"))
-            second = own.get("exp_avg_sq")
+            own_state = state.get(p, {})
+            first = own_state.get("momentum_buffer", own_state.get("exp_avg"))
+            second = own_state.get("exp_avg_sq")
             addresses += [p.data_ptr(), *(0 if x is None else x.data_ptr() for x in (first, second))]
         self.table.point(addresses, 3, lambda by_parameter: by_parameter)
 
