@@ -56,9 +56,8 @@ def adjoin_conv_weight(
     if math.isinf(arithmetic.p):
         value = _max_weight_adjoint(operation, x.mantissa, gradient.mantissa, weight)
     else:
-        like = x.mantissa.new_empty(()).expand(weight.shape)  # its shape alone is read
         _, value, _ = torch.ops.aten.convolution_backward(
-            gradient.mantissa, x.mantissa, like, None, operation.stride, operation.padding,
+            gradient.mantissa, x.mantissa, weight.double(), None, operation.stride, operation.padding,
             operation.dilation, operation.transposed, operation.output_padding, operation.groups,
             (False, True, False),
         )  # fmt: skip
