@@ -19,8 +19,6 @@ COMMANDS = {
     "bench": ("pathsgd.cli.bench", "time a training step of a model with ours and with torch's optimizers"),
 }
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
-STUDY_COMMANDS = ("reproduce", "sweep", "train", "figures", "data")
-"""Commands of the paper's study, which is not installed."""
 USAGE = """\
 usage: pathsgd COMMAND [OPTIONS]
 
@@ -43,11 +41,8 @@ def answer(arguments: Sequence[str]) -> int | None:
     if first in ("-h", "--help"):
         print(usage)
         return 0
-    if first in STUDY_COMMANDS:
-        message = f"the study is run from a clone of the repository: python -m study {first}"
-    else:
-        message = f"unknown command {first!r} (one of {', '.join(COMMANDS)})"
-    print(f"pathsgd: {message}" if first else usage, file=sys.stderr)
+    unknown = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
+    print(unknown if first else usage, file=sys.stderr)
     return 2
 
 

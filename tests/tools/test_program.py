@@ -51,11 +51,6 @@ sys.exit(code)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect, ")
     assert wrong.stderr.count("\n") == 1
-    study = run_python(program, "sweep")
-    assert study.returncode == 2
-    assert study.stderr == (
-        "pathsgd: the study is run from a clone of the repository: python -m study sweep\n"
-    )
 
 
 def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):

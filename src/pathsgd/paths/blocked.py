@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,14 +21,17 @@ from pathsgd.paths.model_gammas import CHECK_EVERY
 BLOCK = 1 << 19
 """Entries of a block."""
 
-MAX_ROOT = 2.0**55
-"""1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds its square."""
+MAX_LOG_ROOT = 55
+"""log2 of the largest 1 / sqrt(gamma), and of the inverse of the least, so that fp32 holds the square."""
 
-LOST = 1e-3
+LOST = 1e-5
 """Sums in fp32 and in fp64 differ by less than this, unless numbers were lost."""
 
-MAX_UNIT = 500
-"""Binary exponent of a unit; numbers that need larger ones are out of range."""
+MAX_EXPONENT = 100
+"""Of units, their ratios and products, so that fp32 holds what is multiplied by them."""
+
+DRIFT = 16.0
+"""Roots that have grown or shrunk by more than this since they were in range are looked at again."""
 
 ALIGNED = 16
 """Entries: every vector begins at a multiple of these, so that equal networks are summed alike."""
@@ -44,20 +47,24 @@ class BlockedChain:
         self._steps, self._fits = 0, True
 
     def measure(self, moves: Moves, p: int) -> bool:
-        dtype = moves[0][0].parameter.dtype
-        if self.vectors is None or self.vectors.sums.dtype != dtype or self.vectors.p != p:
-            self.vectors = Vectors(self.chain, p, dtype)
-            self._steps = 0
+        if self.vectors is None or self.vectors.p != p:
+            self.vectors, self._steps = Vectors(self.chain, p), 0
         self._steps += 1
-        if self._steps % CHECK_EVERY == 1 or not self._fits:
-            exact = Vectors(self.chain, p, torch.float64)
-            exact.sum(moves, self.rounds)
-            self.vectors.take_units(exact)
+        if self._steps % CHECK_EVERY != 1 and self._fits:
             self.vectors.sum(moves, self.rounds)
-            self._fits = self.vectors.agree(exact) and self.vectors.are_in_range()
-        else:
-            self.vectors.sum(moves, self.rounds)
+            if self.vectors.are_as_before():
+                return True
+        self._fits = self._check(moves, self.vectors)
         return self._fits
+
+    def _check(self, moves: Moves, vectors: Vectors) -> bool:
+        """Takes the sums in fp64, too, and sees whether theirs are right and in range."""
+        exact = Vectors(self.chain, vectors.p, torch.float64)
+        exact.sum(moves, self.rounds)
+        if not vectors.take_units(exact):
+            return False
+        vectors.sum(moves, self.rounds)
+        return vectors.agree(exact) and vectors.are_in_range()
 
     def move(self, moves: Moves, rule: Rule) -> None:
         assert self.vectors is not None
@@ -67,27 +74,27 @@ class BlockedChain:
 class Vectors:
     """gamma_in of the inputs and gamma_out of the outputs of every layer, in units of powers of two."""
 
-    def __init__(self, chain: Chain, p: int, dtype: torch.dtype) -> None:
-        self.p, self.count = p, len(chain)
+    @torch.inference_mode(False)  # a step outside of it writes the same memory
+    def __init__(self, chain: Chain, p: int, dtype: torch.dtype = torch.float32) -> None:
+        self.p, self.range = p, (1.0, 1.0, 0)
         lengths = [layer.inputs for layer in chain] + [layer.outputs for layer in chain]
         padded = [-(-n // ALIGNED) * ALIGNED for n in lengths]
-        places = [(end - room, n) for n, room, end in zip(lengths, padded, accumulate(padded), strict=True)]
-        self.sums = torch.ones(sum(padded), dtype=dtype)
+        self.sums = torch.ones(sum(padded), dtype=dtype, device="cpu")
         self.roots = torch.empty_like(self.sums)
-        self.into, self.out = self._split(self.sums, places)
-        self.root_into, self.root_out = self._split(self.roots, places)
+        sums, roots = (
+            [view[:n] for view, n in zip(whole.split(padded), lengths, strict=True)]
+            for whole in (self.sums, self.roots)
+        )
+        self.into, self.out = sums[: len(chain)], sums[len(chain) :]
+        self.root_into, self.root_out = roots[: len(chain)], roots[len(chain) :]
         self.root_rows = [root[:, None] for root in self.root_out]
-        self.in_units, self.out_units = [0] * self.count, [0] * self.count
+        self.in_units, self.out_units = [0] * len(chain), [0] * len(chain)
         """Binary exponents of the units, multiples of p."""
         self.blocks = [list(_cut(layer.outputs, layer.inputs)) for layer in chain]
         shapes = [(own[0][1], layer.inputs) for layer, own in zip(chain, self.blocks, strict=True)]
-        scratch = torch.empty(max(map(math.prod, shapes)), dtype=dtype)
+        scratch = torch.empty(max(map(math.prod, shapes)), dtype=dtype, device="cpu")
         self.scratch = [scratch[: math.prod(shape)].view(shape) for shape in shapes]
         """Memory for a block of every layer, the same for all."""
-
-    def _split(self, whole: Tensor, places: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        views = [whole[start : start + length] for start, length in places]
-        return views[: self.count], views[self.count :]
 
     def sum(self, moves: Moves, rounds: Sequence[dict[int, tuple[bool, bool]]]) -> None:
         for layers in rounds:
@@ -133,12 +140,17 @@ class Vectors:
                 if bias is not None:
                     _move(bias, slice(None), bias.grad, self.root_out[k], bias_unit, rule)
 
-    def take_units(self, exact: Vectors) -> None:
-        """Units in which numbers lie around 1."""
-        self.in_units, self.out_units = (
-            [max(-MAX_UNIT, min(_find_middle(x), MAX_UNIT)) // self.p * self.p for x in own]
-            for own in (exact.into, exact.out)
+    def take_units(self, exact: Vectors) -> bool:
+        """Takes units in which numbers lie around 1; false if the units are out of range themselves."""
+        if not bool(exact.sums.isfinite().all()):
+            return False
+        into, out = (
+            [round(sum(_find_ends(x)) / 2) // self.p * self.p for x in xs] for xs in (exact.into, exact.out)
         )
+        self.in_units, self.out_units = into, out
+        exponents = [*into, *out, *(a - b for units in (into, out) for a, b in pairwise(units))]
+        exponents += [2 * (a + b) // self.p for a, b in zip(into, out, strict=True)]
+        return max(map(abs, exponents)) <= MAX_EXPONENT
 
     def agree(self, exact: Vectors) -> bool:
         units = self.in_units + self.out_units
@@ -147,13 +159,23 @@ class Vectors:
 
     def are_in_range(self) -> bool:
         """Whether fp32 holds the squares of all products, and of both vectors in their units."""
-        numbers: list[float] = []
-        for into, out, *units in zip(self.into, self.out, self.in_units, self.out_units, strict=True):
-            ends = _find_extremes(into), _find_extremes(out)
-            numbers += [*ends[0], *ends[1]]
-            numbers += [a * 2.0 ** units[0] * b * 2.0 ** units[1] for a, b in zip(*ends, strict=True)]
-            numbers += [b * 2.0 ** units[1] for b in ends[1]]
-        return all(1 / MAX_ROOT <= x ** (1 / self.p) <= MAX_ROOT for x in numbers)  # nan is not
+        logs: list[float] = []
+        for into, out, u, v in zip(self.into, self.out, self.in_units, self.out_units, strict=True):
+            for a, b in zip(_find_ends(into), _find_ends(out), strict=True):
+                logs += [a, b, b + v, a + u + b + v]
+        self.range = self._find_range()
+        return all(abs(x) <= MAX_LOG_ROOT * self.p for x in logs)  # nan is not
+
+    def are_as_before(self) -> bool:
+        """Whether numbers are about as far apart as when they were in range, and the same are 0."""
+        (least, largest, alive), before, drift = self._find_range(), self.range, DRIFT**self.p
+        return before[0] / drift <= least and largest <= before[1] * drift and alive == before[2]
+
+    def _find_range(self) -> tuple[float, float, int]:
+        """The least and the largest number that is not 0, and how many are."""
+        is_alive = self.sums != 0
+        least, largest = torch.where(is_alive, self.sums, 1.0).aminmax()
+        return float(least), float(largest), int(is_alive.sum())
 
 
 def _move(moved: Moved, place: slice, u: Tensor, at_columns: Tensor, unit: float, rule: Rule) -> None:
@@ -203,13 +225,7 @@ def _invert_root(x: Tensor, order: float, out: Tensor) -> Tensor:
     return out.nan_to_num_(nan=math.nan, posinf=0.0)
 
 
-def _find_extremes(x: Tensor) -> tuple[float, float]:
-    """The least and the largest of numbers that are not 0; nan if there is one."""
+def _find_ends(x: Tensor) -> tuple[float, float]:
+    """log2 of the least and of the largest of numbers that are not 0."""
     alive = x[x != 0]
-    return (float(alive.min()), float(alive.max())) if alive.numel() else (1.0, 1.0)
-
-
-def _find_middle(x: Tensor) -> int:
-    """The binary exponent halfway between the least and the largest."""
-    ends = _find_extremes(x)
-    return round(sum(map(math.log2, ends)) / 2) if all(map(math.isfinite, ends)) else 0
+    return (math.log2(alive.min()), math.log2(alive.max())) if alive.numel() else (0.0, 0.0)

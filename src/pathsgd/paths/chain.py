@@ -53,8 +53,7 @@ class Moved:
 
     parameter: Tensor
     grad: Tensor
-    buffer: Tensor | None
-    """The buffer of momentum, if there is any."""
+    buffer: Tensor | None  # of momentum
     lr: float | Tensor
     weight_decay: float
 
@@ -81,8 +80,7 @@ class ChainStep(Protocol):
     """Moves the layers of one chain."""
 
     def measure(self, moves: Moves, p: int) -> bool:
-        """Finds gamma of weights as they are now; false if numbers are out of range, so that the reference
-        has to move them."""
+        """Measures gamma of the weights as they are; false if it is out of range."""
 
     def move(self, moves: Moves, rule: Rule) -> None:
         """Takes a step by the gammas that were measured."""
@@ -100,9 +98,8 @@ def choose_device(moves: Moves) -> torch.device | None:
         and not is_transformed(t)
         for t in tensors
     )
-    on_cpu = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-    on_gpu = first.is_cuda and first.dtype == torch.float32 and has_triton()
-    return first.device if alike and (on_cpu or on_gpu) else None
+    is_supported = first.device.type == "cpu" or (first.is_cuda and has_triton())
+    return first.device if alike and is_supported and first.dtype == torch.float32 else None
 
 
 def order_sums(count: int) -> list[dict[int, tuple[bool, bool]]]:
@@ -156,7 +153,7 @@ def _find_chain(graph: PathGraph, members: list[int]) -> Chain:
                     return ()
                 layers.append(Layer(weight.parameter.name, None, *weight.shape))
                 top = k
-            case Add() if len(node.inputs) == 2 and top in node.inputs:
+            case Add() if len(node.inputs) == 2 and node.inputs.count(top) == 1:
                 (other,) = (source for source in node.inputs if source != top)
                 if other not in sources or layers[-1].bias is not None:
                     return ()

@@ -1,7 +1,7 @@
 """Path-SGD without state, for torch.func: parameters and gradients in, new parameters out.
 
-Nothing is written in place, so the update can be differentiated (with gamma held fixed), mapped over an
-ensemble by ``torch.func.vmap`` and compiled:
+Nothing is written in place, so the update can be differentiated (in reverse mode, with gamma held fixed),
+mapped over an ensemble by ``torch.func.vmap`` and compiled:
 
     graph = pathsgd.trace(model, example_input)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())

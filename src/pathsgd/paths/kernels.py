@@ -35,8 +35,7 @@ INTO_ROWS, FROM_COLUMNS = 1, 2
 """Flags for what a tile is read for: sums over columns, for gamma_in of the rows; over rows, for gamma_out of
 the columns."""
 MAX_ROOT = 2.0**110
-"""1 / sqrt(gamma) of every weight is between its inverse and it, so that fp32 holds it; else torch operations
-take the step."""
+"""The largest 1 / sqrt(gamma), and the inverse of the least, that is left to kernels: fp32 holds them."""
 
 
 @triton.jit
@@ -252,14 +251,9 @@ class KernelChain:
         for read, finished in self.rounds:
             arguments = self.vectors, self.parts
             sum_kernel[(len(read),)](
-                self.table.on_device,
-                read,
-                *arguments,
-                P=p,
-                EVEN=self.is_even,
-                num_warps=WARPS,
+                self.table.on_device, read, *arguments, P=p, EVEN=self.is_even, num_warps=WARPS,
                 enable_fp_fusion=False,
-            )
+            )  # fmt: skip
             finish_kernel[(len(finished),)](self.table.on_device, finished, *arguments, P=p)
 
     def _point(self, moves: Moves) -> None:
