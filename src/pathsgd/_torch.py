@@ -84,12 +84,6 @@ def is_capturing() -> bool:
     return is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a transform of torch.func is at work on a tensor, so that its values may not be there to look
-    at and it cannot be written to plain memory."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def is_transforming() -> bool:
     """Whether this is inside of a transform of torch.func, so that any tensor may be transformed."""
     return torch._C._functorch.peek_interpreter_stack() is not None

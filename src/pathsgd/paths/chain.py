@@ -16,12 +16,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pathsgd._torch import is_transformed
+from pathsgd._torch import is_transforming
 from pathsgd.graph.nodes import Add, Begin, Expand, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.training.capture import has_triton
@@ -47,8 +47,7 @@ class Layer:
 Chain = tuple[Layer, ...]
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """A parameter with what moves it."""
 
     parameter: Tensor
@@ -90,16 +89,11 @@ def choose_device(moves: Moves) -> torch.device | None:
     """The device on which a chain with these parameters can be moved, or None."""
     tensors = [t for layer in moves for moved in layer if moved is not None for t in moved.tensors]
     first = tensors[0]
-    alike = all(
-        t.layout == torch.strided
-        and t.device == first.device
-        and t.dtype == first.dtype
-        and t.is_contiguous()
-        and not is_transformed(t)
-        for t in tensors
-    )
+    kinds = {(t.layout, t.device, t.dtype) for t in tensors}
     is_supported = first.device.type == "cpu" or (first.is_cuda and has_triton())
-    return first.device if alike and is_supported and first.dtype == torch.float32 else None
+    if kinds != {(torch.strided, first.device, torch.float32)} or not is_supported or is_transforming():
+        return None
+    return first.device if all(t.is_contiguous() for t in tensors) else None
 
 
 def order_sums(count: int) -> list[dict[int, tuple[bool, bool]]]:
