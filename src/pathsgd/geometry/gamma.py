@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pathsgd._torch import are_plain
 from pathsgd.errors import check_p
 from pathsgd.geometry.operations.contraction import add_outer_products
 from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
@@ -170,7 +171,12 @@ class Gamma:
                 scale_by_power(first, exponent + middle),
                 *(scale_by_power(f, -middle) for f in others),
             ]
-        return place_like(functools.reduce(torch.mul, [f.to(dtype) for f in factors], x.to(dtype)), tensor)
+        first, *others = [f.to(dtype) for f in factors]
+        product = x.to(dtype) * first
+        in_place = are_plain([x])
+        for factor in others:
+            product = product.mul_(factor) if in_place else product * factor
+        return place_like(product, tensor)
 
 
 class Gammas(Mapping[str, Gamma]):

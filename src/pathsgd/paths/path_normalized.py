@@ -242,7 +242,7 @@ class InvariantView:
         # z computed again as it was written: a parameter of low precision rounds it.
         z = gamma.weight_to_z(start).to(p.dtype)
         dtype = torch.promote_types(p.dtype, torch.float32)
-        return start + gamma.step_from_z(p.detach().to(dtype) - z.to(dtype)).to(p.dtype)
+        return gamma.step_from_z(p.detach().to(dtype) - z.to(dtype)).to(p.dtype).add_(start)
 
 
 def _check_group(group: dict[str, Any]) -> None:
