@@ -98,7 +98,7 @@ def step_after(change, p, fused):
 
 
 def rescale_a_unit(model):
-    pathsgd.rescale(model, None, {("0", 3): 2.0**36})
+    pathsgd.rescale(model, None, {("0", 3): 2.0**70})
 
 
 def shrink_a_layer(model):

@@ -64,6 +64,7 @@ class BlockedChain:
         if not vectors.take_units(exact):
             return False
         vectors.sum(moves, self.rounds)
+        vectors.range = vectors.find_range()
         return vectors.agree(exact) and vectors.are_in_range()
 
     def move(self, moves: Moves, rule: Rule) -> None:
@@ -163,15 +164,14 @@ class Vectors:
         for into, out, u, v in zip(self.into, self.out, self.in_units, self.out_units, strict=True):
             for a, b in zip(_find_ends(into), _find_ends(out), strict=True):
                 logs += [a, b, b + v, a + u + b + v]
-        self.range = self._find_range()
         return all(abs(x) <= MAX_LOG_ROOT * self.p for x in logs)  # nan is not
 
     def are_as_before(self) -> bool:
-        """Whether numbers are about as far apart as when they were in range, and the same are 0."""
-        (least, largest, alive), before, drift = self._find_range(), self.range, DRIFT**self.p
+        """Whether the range is about that of the last check, and as many numbers are 0."""
+        (least, largest, alive), before, drift = self.find_range(), self.range, DRIFT**self.p
         return before[0] / drift <= least and largest <= before[1] * drift and alive == before[2]
 
-    def _find_range(self) -> tuple[float, float, int]:
+    def find_range(self) -> tuple[float, float, int]:
         """The least and the largest number that is not 0, and how many are."""
         is_alive = self.sums != 0
         least, largest = torch.where(is_alive, self.sums, 1.0).aminmax()
@@ -199,9 +199,9 @@ def _move_with_momentum(moved: Moved, place: slice, root: Tensor, unit: float, r
 
 
 def _cut(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Blocks of rows, at least one: the first row, and the one after the last."""
-    step = max(1, BLOCK // max(1, columns))
-    return ((start, min(start + step, rows)) for start in range(0, max(rows, 1), step))
+    """Blocks of rows: the first row, and the one after the last."""
+    step = max(1, BLOCK // columns)
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _raise(x: Tensor, p: int, out: Tensor) -> Tensor:
