@@ -26,6 +26,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
 from pathsgd.graph.unit_groups import find_unit_groups
+from pathsgd.graph.unit_relations import Relations
 from pathsgd.sharding import local_part, reduce_over_ranks, shards_of
 
 
@@ -48,7 +49,7 @@ def balance(
 
     For ``q = math.inf`` it is Lemma 1 of the paper. Many equivalents have the least ``mu_{p,inf}``; of these
     it takes the one in which the weights into all units before the last have the norm mu, as far as they can,
-    dead units stay as they are, and units that feed a square keep their factor of 1.
+    dead units stay as they are, and units that feed a product or a square keep their factor of 1.
 
     Args:
         model: the module to rescale. If it is sharded over ranks, call this on all of them.
@@ -111,13 +112,16 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
 
 
-def find_exact(tensors: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], count: int) -> Tensor:
+def find_exact(
+    tensors: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], relations: Relations
+) -> Tensor:
     """Whether a class is rescaled by powers of two alone, since a parameter of 16 bits would be rounded; by
     class."""
-    exact = torch.zeros(count, dtype=torch.bool)
+    exact = torch.zeros(relations.count, dtype=torch.bool)
     for name, edge in edges.items():
         if name in tensors and tensors[name].element_size() < 4:
             exact[edge.head.flatten()] = exact[edge.tail.flatten()] = True
+    exact[relations.derived.by[exact[relations.derived.of]]] = True
     return exact
 
 
@@ -145,12 +149,12 @@ def find_balancing_factors(
     edges = units.parameters if edges is None else edges
     fixed = torch.zeros(units.count, dtype=torch.bool) if held is None else held.clone()
     fixed[FIXED] = True
-    factors = find_least_mu(tensors, edges, fixed, float(p), float(q), rows)
-    exact = find_exact(tensors, edges, units.count)
+    factors = find_least_mu(tensors, edges, units.relations, fixed, float(p), float(q), rows)
+    exact = find_exact(tensors, edges, units.relations)
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
         mantissa = torch.ones_like(mantissa)
-    return ClassFactors(mantissa, factors.exponent)
+    return ClassFactors(mantissa, factors.exponent).complete(units.relations)
 
 
 def _rounding(tensors: Iterable[Tensor]) -> float:

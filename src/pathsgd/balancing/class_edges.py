@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.graph.unit_relations import Relations
 from pathsgd.graph.unit_ties import compress
 from pathsgd.sharding import Shard, local_part, shards_of
 
@@ -38,7 +39,6 @@ class Matrix:
     """The numbers of the edges, by head and tail; of a sharded parameter the part that this rank holds."""
     heads: Tensor
     tails: Tensor
-    degree: int
     units: Tensor
     """The unit whose incoming weights a row of ``values`` is, by head; numbered over the whole network."""
     held: tuple[Tensor, Tensor] | None = None
@@ -102,13 +102,12 @@ class Edges:
     """The numbers of the edges that are in no matrix; the fields below are of these edges, too."""
     heads: Tensor
     tails: Tensor
-    degrees: Tensor
     units: Tensor
 
     @property
     def is_loop(self) -> Tensor:
         """Whether all equivalents have the same weight there: from a class to itself."""
-        return (self.heads == self.tails) & ((self.degrees == 1) | (self.heads == FIXED))
+        return self.heads == self.tails
 
 
 class EdgeLayout:
@@ -126,7 +125,7 @@ class EdgeLayout:
     def __init__(
         self, name: str, edge: EdgeClasses, fixed: Tensor, units: Tensor | None, tensor: Tensor
     ) -> None:
-        self.name, self.degree, self.shards = name, edge.degree, shards_of(tensor)
+        self.name, self.shards = name, shards_of(tensor)
         self._groups = tuple(shard.group for shard in self.shards)
         ends = (torch.where(fixed[ids], FIXED, ids) for ids in (edge.head, edge.tail))
         self.head, self.tail = (compress(torch.atleast_1d(ids)) for ids in ends)
@@ -182,7 +181,7 @@ class EdgeLayout:
         places = tuple((f.cumsum(0) - 1)[n[o]] for f, n, o in zip(free, (rows, columns), mask, strict=True))
         held = (places[0], places[1]) if self.shards else None
         heads, tails, units = heads[free[0]], tails[free[1]], units[free[0]]
-        matrix = Matrix(values, heads, tails, self.degree, units, held, self._groups)
+        matrix = Matrix(values, heads, tails, units, held, self._groups)
         parts = []
         if not bool(free[1].all()):
             sums = matrix.complete(_combine(_take(upper, ~mask[1], 1), [1], largest).flatten(), 0, largest)
@@ -191,7 +190,7 @@ class EdgeLayout:
             sums = matrix.complete(_combine(_take(lower, mask[1], 1), [0], largest).flatten(), 1, largest)
             fixed = torch.full_like(tails, FIXED)
             parts.append(self._list_edges(sums, fixed, tails, fixed))
-        if self.degree == 1 and bool(torch.isin(heads, tails).any()):
+        if bool(torch.isin(heads, tails).any()):
             is_loop = matrix.at_heads(heads)[:, None] == matrix.at_tails(tails)
             loops = matrix.complete(_combine(values * is_loop, [1], largest).flatten(), 0, largest)
             parts.append(self._list_edges(loops, heads, heads, units))
@@ -199,11 +198,10 @@ class EdgeLayout:
         return replace(join_edges(parts), matrices=[matrix])
 
     def _list_edges(self, values: Tensor, heads: Tensor, tails: Tensor, units: Tensor) -> Edges:
-        degrees = torch.full_like(heads, self.degree)
-        edges = Edges([], values, heads, tails, degrees, units)
+        edges = Edges([], values, heads, tails, units)
         if not self._merges:
             return edges
-        return Edges([], *(x[~edges.is_loop] for x in (values, heads, tails, degrees, units)))
+        return Edges([], *(x[~edges.is_loop] for x in (values, heads, tails, units)))
 
     def _along(self, dims: list[int], ids: Tensor) -> Tensor:
         return ids.expand([n if d in dims else 1 for d, n in enumerate(self._shape)]).flatten()
@@ -216,7 +214,7 @@ class EdgeLayout:
 
 def join_edges(parts: list[Edges]) -> Edges:
     empty = torch.empty(0, dtype=torch.int64)
-    names = ("values", "heads", "tails", "degrees", "units")
+    names = ("values", "heads", "tails", "units")
     joined = (torch.cat([getattr(part, name) for part in parts] or [empty]) for name in names)
     return Edges([matrix for part in parts for matrix in part.matrices], *joined)
 
@@ -233,9 +231,9 @@ def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
 
 
 def sum_powers(layout: EdgeLayout, tensor: Tensor, p: float, exponents: Tensor, shift: int) -> Edges:
-    """The sum of ``|w 2^(e_head - degree e_tail - shift)|^p`` of every edge, given e of every class."""
+    """The sum of ``|w 2^(e_head - e_tail - shift)|^p`` of every edge, given e of every class."""
     head, tail = (exponents[cut_ids(ids, layout.shards)] for ids in (layout.head, layout.tail))
-    factors = split_factors(head, layout.degree * tail + shift, tensor.device)
+    factors = split_factors(head, tail + shift, tensor.device)
 
     def of_entries(x: Tensor, rows: slice) -> None:
         for factor in factors:
@@ -255,9 +253,18 @@ class ClassFactors:
     def power(self, power: int) -> ClassFactors:
         return ClassFactors(self.mantissa**power, power * self.exponent)
 
+    def complete(self, relations: Relations) -> ClassFactors:
+        """With the factors of classes that follow from those of free ones."""
+        terms = relations.derived
+        powers = self.mantissa[terms.by] ** terms.power
+        free = torch.where(relations.is_free, self.mantissa, 1)
+        return ClassFactors(
+            free.scatter_reduce(0, terms.of, powers, "prod"), relations.complete(self.exponent)
+        )
+
     def scale_(self, tensor: Tensor, edge: EdgeClasses) -> None:
         """Multiplies every entry of a parameter, or of what is shaped as one, by ``factor(head) /
-        factor(tail)^degree``, in fp64."""
+        factor(tail)``, in fp64."""
         ends = torch.cat([edge.head.flatten(), edge.tail.flatten()])
         if bool((self.exponent[ends] == 0).all() & (self.mantissa[ends] == 1).all()):
             return
@@ -265,11 +272,9 @@ class ClassFactors:
         if not tensor.numel():
             tensor.zero_()  # other ranks write theirs, and an optimizer on all of them looks for writes
         head, tail = torch.atleast_1d(edge.head, edge.tail)
-        at_head, at_tail = split_factors(
-            self.exponent[head], edge.degree * self.exponent[tail], tensor.device
-        )
+        at_head, at_tail = split_factors(self.exponent[head], self.exponent[tail], tensor.device)
         at_head = at_head * self.mantissa[head].to(tensor.device)
-        at_tail = at_tail / self.mantissa[tail].to(tensor.device) ** edge.degree
+        at_tail = at_tail / self.mantissa[tail].to(tensor.device)
         factors = [x for x in (at_head, at_tail) if bool((x != 1).any())]
         for rows, x in in_double(tensor):
             for factor in factors:
@@ -305,7 +310,7 @@ def split_factors(head: Tensor, tail: Tensor, device: torch.device) -> tuple[Ten
 
 def cut_edges(edge: EdgeClasses, shards: tuple[Shard, ...]) -> EdgeClasses:
     """The classes at the ends of the entries that this rank holds."""
-    return EdgeClasses(cut_ids(edge.head, shards), cut_ids(edge.tail, shards), edge.degree)
+    return EdgeClasses(cut_ids(edge.head, shards), cut_ids(edge.tail, shards))
 
 
 def cut_ids(ids: Tensor, shards: tuple[Shard, ...]) -> Tensor:

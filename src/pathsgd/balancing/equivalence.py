@@ -15,6 +15,7 @@ from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, unit_classes_of
+from pathsgd.graph.unit_relations import Relations, Terms
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ def rescaling_equivalent(
     fixed = torch.zeros(units.count, dtype=torch.bool)
     fixed[FIXED] = True
     changes = {name: _compare(edge, a[name], b[name]) for name, edge in units.parameters.items()}
-    factors = read_factors(join_changes(list(changes.values())), fixed)
+    factors = read_factors(join_changes(list(changes.values())), units.relations, fixed)
     for name, edge in units.parameters.items():
         if factors is None:  # it is where signs or zeros have changed
-            differs = read_factors(changes[name], torch.ones_like(fixed)) is None
+            differs = read_factors(changes[name], units.relations, torch.ones_like(fixed)) is None
         else:
             bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
             expected = a[name].to(torch.float64, copy=True)
@@ -111,7 +112,6 @@ class Changes(NamedTuple):
 
     heads: Tensor
     tails: Tensor
-    degrees: Tensor
     before: Tensor
     after: Tensor
 
@@ -122,61 +122,67 @@ def join_changes(parts: Sequence[Changes]) -> Changes:
 
 def _compare(edge: EdgeClasses, a: Tensor, b: Tensor) -> Changes:
     head, tail = (ids.expand(a.shape).flatten() for ids in (edge.head, edge.tail))
-    return Changes(
-        head, tail, torch.full_like(head, edge.degree), a.flatten().cpu().double(), b.flatten().cpu().double()
-    )
+    return Changes(head, tail, a.flatten().cpu().double(), b.flatten().cpu().double())
 
 
-def read_factors(changes: Changes, held: Tensor) -> ClassFactors | None:
+def read_factors(changes: Changes, relations: Relations, held: Tensor) -> ClassFactors | None:
     """The factors of classes that take entries from before to after, each read off the largest entry that
     leads from or to a class which is known already: at first those that are held. None if signs or zeros have
     changed, or if there is nan or inf.
     """
-    heads, tails, degrees, before, after = changes
+    heads, tails, before, after = changes
     if bool((before.sign() != after.sign()).any()) or not bool(torch.isfinite(before - after).all()):
         return None
     usable = before != 0
-    quotient = torch.where(usable, after / torch.where(usable, before, 1), 1)
-    mantissa, exponent = torch.frexp(quotient)
+    mantissa, exponent = torch.frexp(torch.where(usable, after / torch.where(usable, before, 1), 1))
     factors = ClassFactors(
         torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
     )
-    known = held.clone()
-    while True:
+    known = relations.hold(held)
+    while not bool(known.all()):
         for targets, sources in ((heads, tails), (tails, heads)):
             reached = usable & known[sources] & ~known[targets]
-            if bool(reached.any()):
+            wanted = torch.zeros_like(known)
+            wanted[targets[reached]] = True
+            last = relations.find_last(wanted, known)
+            if len(last.of):
                 break
         else:
-            left = (~known).nonzero().flatten()
-            if not len(left):
-                return factors
-            known[left[0]] = True  # nothing ties it to a known one: its factor changes no weight
+            # Nothing ties it to a known one: its factor changes no weight.
+            known[int((~known & relations.is_free).nonzero()[0])] = True
+            known = relations.cover(known)
             continue
         size = torch.where(reached, before.abs(), -1)
         best = size.new_full((len(held),), -1).scatter_reduce(0, targets, size, "amax")
         chosen = (reached & (size == best[targets])).nonzero().flatten()
-        target, source, degree = targets[chosen], sources[chosen], degrees[chosen]
-        m, e = mantissa[chosen], exponent[chosen].long()
-        if targets is heads:
-            m, e = m * factors.mantissa[source] ** degree, e + degree * factors.exponent[source]
-        else:
-            m, e = factors.mantissa[source] / m, factors.exponent[source] - e
-            odd = e % degree  # the root of an even power of two is one
-            m, e = (
-                (m * torch.exp2(odd.double())) ** (1 / degree),
-                torch.div(e - odd, degree, rounding_mode="floor"),
-            )
-        m, shift = torch.frexp(m)
-        factors.mantissa[target], factors.exponent[target] = m, e + shift
-        known[target] = True
+        at_targets = ClassFactors(torch.ones_like(factors.mantissa), torch.zeros_like(factors.exponent))
+        sign = 1 if targets is heads else -1
+        source = sources[chosen]
+        at_targets.mantissa[targets[chosen]] = factors.mantissa[source] * mantissa[chosen] ** sign
+        at_targets.exponent[targets[chosen]] = factors.exponent[source] + sign * exponent[chosen].long()
+        found = _take_root(at_targets, factors, last)
+        factors.mantissa[last.by], factors.exponent[last.by] = found.mantissa, found.exponent
+        known[last.by] = True
+        known = relations.cover(known)
+        factors = factors.complete(relations)
+    return factors
+
+
+def _take_root(products: ClassFactors, factors: ClassFactors, last: Terms) -> ClassFactors:
+    """The factors of the last terms of these products, all others of which are known; unknown ones are 1."""
+    mantissa = products.mantissa[last.of] / factors.mantissa[last.of]
+    exponent = products.exponent[last.of] - factors.exponent[last.of]
+    whole = torch.div(exponent, last.power, rounding_mode="floor")
+    rest = torch.exp2((exponent - whole * last.power).double())  # the root of an even power of two is one
+    mantissa, shift = torch.frexp((mantissa * rest) ** (1 / last.power))
+    return ClassFactors(mantissa, whole + shift)
 
 
 def agree(factors: ClassFactors, changes: Changes, tolerance: float) -> bool:
     """Whether these factors take all entries from before to after."""
-    heads, tails, degrees, before, after = changes
+    heads, tails, before, after = changes
     log = factors.mantissa.log2() + factors.exponent
     change = torch.where(before != 0, (after / torch.where(before != 0, before, 1)).log2(), 0)
-    expected = torch.where(before != 0, log[heads] - degrees * log[tails], 0)
+    expected = torch.where(before != 0, log[heads] - log[tails], 0)
     scale = 1 + log.abs().max()
     return bool(((change - expected).abs() <= tolerance * scale).all())

@@ -132,8 +132,9 @@ def imbalance(
         mu, octaves = float(norms.max()) if norms.numel() else 0.0, log_factors / math.log(2)
     else:
         mu, mu_balanced, octaves = _compare(graph, {name: tensors[name] for name in units.parameters}, p, q)
-    # Units that feed a square could be rescaled, but for q = inf balancing leaves them as they are.
-    kept = units.squared if math.isinf(q) else torch.zeros_like(units.squared)
+    # Units in a product could be rescaled, but for q = inf balancing leaves them as they are.
+    related = units.relations.related
+    kept = related if math.isinf(q) else torch.zeros_like(related)
     layers = _layers(graph, units, norms, -octaves, kept)
     return Imbalance(p, q, mu, mu_balanced, layers, name_factors(units, octaves.exp2()))
 

@@ -128,7 +128,7 @@ class _System:
     @staticmethod
     def of(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> _System:
         infinite = math.isinf(p)
-        held = units.squared.clone()
+        held = units.relations.related
         held[FIXED] = True
         groups = []
         for group in find_unit_groups(graph):

@@ -58,7 +58,8 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, factors
     by_class = torch.ones(units.count, dtype=torch.float64)
     for key, value in factors.items():
         for unit, c in _find_classes(units, key, value):
-            by_class[unit] *= c
+            free, power = _find_free_class(units, key, unit)
+            by_class[free] *= c**power
     apply_factors(tensors, units, by_class)
 
 
@@ -98,6 +99,17 @@ def _find_classes(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, f
     return pairs
 
 
+def _find_free_class(units: UnitClasses, key: Any, unit: int) -> tuple[int, float]:
+    """The class to rescale for a unit to be rescaled, and by which power of its factor."""
+    terms = units.relations.terms
+    terms = terms.select(terms.of == unit)
+    if len(terms.of) > 1:
+        raise RescaleError(
+            f"the factor of {key!r} is the product of those of other units: rescale one of these"
+        )
+    return int(terms.by), 1 / int(terms.power)
+
+
 def _unknown_owner(units: UnitClasses, owner: Any) -> str:
     inside = [name for name in units.owners if str(name).startswith(f"{owner}.")]
     if inside:
@@ -120,17 +132,19 @@ def _not_rescalable(owner: str, index: int | None) -> str:
 
 @torch.no_grad()
 def apply_factors(tensors: Tensors, units: UnitClasses, factors: Tensor) -> None:
-    """Multiplies every parameter entry by ``s[head] / s[tail]^degree``, on the same Parameters.
+    """Multiplies every parameter entry by ``s[head] / s[tail]``, on the same Parameters, given s of free
+    classes.
 
     Checked first, applied after: if a result would not be finite, nothing has changed.
     """
     factors = factors.clone()
     factors[FIXED] = 1
     mantissa, exponent = torch.frexp(factors)
-    by_class = ClassFactors(mantissa, exponent.long())
+    by_class = ClassFactors(mantissa, exponent.long()).complete(units.relations)
+    factors = by_class.mantissa.log2() + by_class.exponent
     updates = []
     for name, edge in units.parameters.items():
-        if bool((factors[edge.head] == 1).all()) and bool((factors[edge.tail] == 1).all()):
+        if bool((factors[edge.head] == 0).all()) and bool((factors[edge.tail] == 0).all()):
             continue
         updated = tensors[name].detach().clone()
         by_class.scale_(updated, edge)
@@ -149,8 +163,7 @@ def apply_factors(tensors: Tensors, units: UnitClasses, factors: Tensor) -> None
 def name_factors(units: UnitClasses, factors: Tensor) -> dict[str, Tensor]:
     """Factors of classes as :func:`rescale` takes them, each class under one owner: a module, or else a
     parameter."""
-    covered = torch.zeros(units.count, dtype=torch.bool)
-    covered[FIXED] = True
+    covered = ~units.relations.is_free
     named: dict[str, Tensor] = {}
     modules = [name for name in units.owners if name not in units.parameters]
     for name in (*modules, *units.parameters):
@@ -200,7 +213,7 @@ def unbalance(
     graph = trace(model, example_input)
     tensors = graph.tensors(model)
     classes = unit_classes_of(graph)
-    hidden = classes.count - 1
+    hidden = len(classes.free)
     picks = hidden // 4 if units is None else units
     if picks < 0:
         raise RescaleError(f"Invalid number of units: {picks}")
@@ -213,7 +226,7 @@ def unbalance(
             raise RescaleError(f"{graph.model} has no unit that can be rescaled")
         return
     device = generator.device if generator is not None else torch.device("cpu")
-    chosen = torch.randint(hidden, (picks,), generator=generator, device=device).cpu() + 1
+    chosen = classes.free[torch.randint(hidden, (picks,), generator=generator, device=device).cpu()]
     drawn = torch.randn(picks, generator=generator, dtype=torch.float64, device=device).cpu()
     logarithms = torch.zeros(classes.count, dtype=torch.float64)
     logarithms.index_add_(0, chosen, math.log(factor) + sigma * drawn)

@@ -49,6 +49,8 @@ class Builder:
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
     begins: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    """The ends at which no rescaling passes."""
     outside: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """The parameters that some operator reads."""
@@ -66,22 +68,54 @@ class Builder:
     # Where paths begin and end
 
     def begin(
-        self, shape: Iterable[int], reason: str, after: Iterable[Paths] = (), *, pointwise: bool = False
+        self,
+        shape: Iterable[int],
+        reason: str,
+        after: Iterable[Paths] = (),
+        *,
+        pointwise: bool = False,
+        products: str = "",
     ) -> Paths:
         """Units where paths begin, computed from other values by something that is no path."""
-        begun = self.emit(nodes.Begin(reason, pointwise), (), shape)
+        begun = self.emit(nodes.Begin(reason, pointwise, products), (), shape)
         if sources := tuple(value.node for value in after):
             self.begins[begun.node] = sources
         return begun
 
-    def end(self, value: Value, reason: str) -> None:
-        """``value`` is read by something that is no path: its units count as outputs of the region."""
+    def end(self, value: Value, reason: str, *, passes: bool = False) -> None:
+        """``value`` is read by something that is no path: its units count as outputs of the region. Unless
+        rescalings pass, it cannot be rescaled."""
         if isinstance(value, Paths):
             self.ends.setdefault(value.node, reason)
             self.boundaries.append((value.node, self.where, reason))
+            if not passes:
+                self.stopped.add(value.node)
         else:
             for name in parameters_of(value):
                 self.outside.setdefault(name, reason)
+
+    def multiply_activations(
+        self, values: Sequence[Value], reason: str, shape: Iterable[int], products: str = ""
+    ) -> Paths:
+        """A product that is no path, as of two activations: the factors of its units are products of theirs.
+
+        Args:
+            values: what is multiplied; of those that carry no paths, nothing is known but that they do not
+                change with a rescaling.
+            reason: for the report.
+            shape: of the result.
+            products: as in :class:`nodes.Begin`, for those of the values that carry paths; by default they
+                are multiplied entry by entry.
+        """
+        target, carrying = tuple(shape), [value for value in values if isinstance(value, Paths)]
+        for value in values:
+            self.end(value, reason, passes=True)
+        same = not products and all(self.shape(value) == target for value in carrying)
+        if not products:
+            letters = "".join(map(chr, range(ord("a"), ord("a") + len(target))))
+            own = (letters[len(target) - len(self.shape(value)) :] for value in carrying)
+            products = f"{','.join(own)}->{letters}"
+        return self.begin(target, reason, carrying, pointwise=same, products=products)
 
     def paths(self, value: Value, shape: Shape | None = None) -> Paths:
         """``value`` as units of the graph, broadcast to ``shape``: a weight becomes edges from the

@@ -43,6 +43,7 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
         tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
+        frozenset(builder.ends.keys() - builder.stopped - set(returned)),
     )  # fmt: skip
 
 
@@ -152,7 +153,7 @@ class _Lowering:
             if not isinstance(fake, Tensor):
                 return fake
             shape = tuple(map(int, fake.shape))
-            if carrying and fake.is_floating_point():
+            if carrying and (fake.is_floating_point() or fake.is_complex()):
                 same = all(self.builder.shape(value) == shape for value in carrying)
                 return self.builder.begin(shape, reason, carrying, pointwise=pointwise and same)
             return Unknown(shape, fake.is_floating_point(), reason, parameters)

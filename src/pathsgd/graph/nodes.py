@@ -118,6 +118,9 @@ class Begin:
     reason: str
     pointwise: bool = False
     """Whether it computes each unit from those at the same place: no norm, and no softmax."""
+    products: str = ""
+    """If every value is a sum of products of one entry each of what it is computed from, which ones, as for
+    einsum. Paths end there, but rescalings pass."""
 
 
 @dataclass(frozen=True)

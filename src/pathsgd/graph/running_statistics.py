@@ -18,13 +18,14 @@ def end_at_statistics(graph: Graph) -> Graph:
     """The graph in which paths end before every batch norm and begin anew after it, so that running
     statistics, which lag behind the weights and differ between processes, do not enter. Nodes keep their
     numbers."""
-    nodes, ends = list(graph.nodes), dict(graph.ends)
+    nodes, ends, stopped = list(graph.nodes), dict(graph.ends), set()
     for k, node in enumerate(graph.nodes):
         match node.operation:
             case Multiply(weight) if _has_statistics(weight):
                 # One edge from the constant unit: what is normalised counts as 1.
                 nodes[k] = replace(node, operation=Source(_without_statistics(weight)), inputs=())
                 ends.setdefault(node.inputs[0], REASON)
+                stopped.add(node.inputs[0])
             case Source(weight) if _has_statistics(weight):
                 nodes[k] = _without_value(node, weight)
     if nodes == list(graph.nodes):
@@ -35,7 +36,7 @@ def end_at_statistics(graph: Graph) -> Graph:
     cut = tuple((k, graph.nodes[k].where, REASON) for k in ends if k not in graph.ends)
     return replace(
         graph, nodes=tuple(nodes), ends=ends, regions=regions, parameters={**described, **outside},
-        boundaries=(*graph.boundaries, *cut),
+        boundaries=(*graph.boundaries, *cut), passed=graph.passed - stopped,
     )  # fmt: skip
 
 

@@ -95,6 +95,7 @@ class Structure:
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
     begins: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    passed: frozenset[int] = frozenset()
 
     def weights(self) -> Iterator[tuple[int, Weight]]:
         """Every node that has edge weights.

@@ -4,12 +4,14 @@ A *class* is a set of units that can only be rescaled by one common factor: a ch
 a hidden unit at all times, a residual stream with everything added to it. Class 0 is the class of the
 units that cannot be rescaled at all: inputs, outputs, and whatever meets a non-homogeneous operator.
 
-The classes found are sound (rescaling one never changes the function) though not always complete: a
-symmetry that ties two units by anything but equality is not offered.
+The factor of a class may follow from others (:mod:`pathsgd.graph.unit_relations`): behind a product of two
+activations it is the product of theirs, and that of a key is the inverse of its query's. The classes found
+are sound: rescaling one never changes the function.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,41 +23,48 @@ from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Shape, Weight, conv_channels
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.structure import ParameterStatus
-from pathsgd.graph.unit_ties import FIXED as FIXED
+from pathsgd.graph.unit_relations import FIXED as FIXED
+from pathsgd.graph.unit_relations import Relations, Terms
 from pathsgd.graph.unit_ties import UnitTies, compress
-from pathsgd.graph.views import view_tensor
+from pathsgd.graph.views import reshaped_axes, view_tensor
+
+MOST_PRODUCTS = 1 << 20
+"""Beyond so many products of units, as of all places with all others, places are tied."""
 
 
 @dataclass(frozen=True)
 class EdgeClasses:
     """The classes at both ends of a weight's entries, each broadcastable to the weight's shape.
 
-    A rescaling by s multiplies an entry by ``s[head] / s[tail]^degree``.
+    A rescaling by s multiplies an entry by ``s[head] / s[tail]``.
     """
 
     head: Tensor
     tail: Tensor
-    degree: int = 1
 
 
 @dataclass(frozen=True)
 class UnitClasses:
     """The classes of a graph: how many, who they are, and which weights they change."""
 
-    count: int
+    relations: Relations
     edges: dict[int, EdgeClasses]
     """The classes at both ends of the weights of a node, by node with weights."""
     parameters: dict[str, EdgeClasses]
     """The classes at both ends of the entries of a parameter, by parameter, in the parameter's own shape."""
     owners: dict[str, Tensor]
     """The classes of the units a module (or a parameter) owns, in their order."""
-    squared: Tensor
-    """Whether a class feeds its outgoing edges through a square."""
     uncovered: dict[int, Tensor]
     """The classes of units that share one weight, which no rescaling changes, by node."""
-    read: dict[int, tuple[Tensor, int]]
-    """The classes of a node's units and the power with which their factor enters, by node that a weight
-    reads."""
+
+    @property
+    def count(self) -> int:
+        return self.relations.count
+
+    @property
+    def free(self) -> Tensor:
+        """The classes that can be rescaled by themselves."""
+        return self.relations.is_free.nonzero().flatten()
 
 
 _found: weakref.WeakKeyDictionary[PathGraph, UnitClasses] = weakref.WeakKeyDictionary()
@@ -73,13 +82,12 @@ class _Search:
     """The search for classes: one walk over the nodes.
 
     ``ids[k]`` holds the unit numbers of node k's value, of size one along every axis on which they
-    do not change; ``degrees[k]`` is the power with which a unit's factor enters the value.
+    do not change.
     """
 
     graph: PathGraph
     ties: UnitTies = field(default_factory=UnitTies)
     ids: list[Tensor] = field(default_factory=list)
-    degrees: list[int] = field(default_factory=list)
     edges: dict[int, EdgeClasses] = field(default_factory=dict)
     uncovered: dict[int, Tensor] = field(default_factory=dict)
 
@@ -88,20 +96,13 @@ class _Search:
     def run(self) -> UnitClasses:
         for k, node in enumerate(self.graph.nodes):
             inputs = [self.ids[source] for source in node.inputs]
-            degrees = [self.degrees[source] for source in node.inputs]
-            self.degrees.append(max(degrees, default=1))
-            if len(set(degrees)) > 1:
-                # A sum of values of different homogeneity keeps none of their symmetries.
-                for ids in inputs:
-                    self.ties.fix(ids)
             ids = self.visit(k, node, inputs)
             self.ids.append(ids)
-            if k in self.graph.ends:
+            if k in self.graph.ends and k not in self.graph.passed:
                 self.ties.fix(ids)
         self.fix_dead_ends()
         self.share_parameters()
-        self.fix_unread()
-        return self.collect()
+        return self.collect(*self.solve())
 
     def fix_dead_ends(self) -> None:
         """A unit no output depends on has paths to nowhere: it is not rescaled."""
@@ -115,11 +116,30 @@ class _Search:
             if k not in alive:
                 self.ties.fix(self.ids[k][~reached[roots[self.ids[k]]]])
 
-    def fix_unread(self) -> None:
-        """A unit that no weight reads, as one that is sliced off, has nothing to be divided by its factor."""
-        roots = self.ties.find_roots()
-        read = self._contain(roots, {source for k in self.edges for source in self.graph.nodes[k].inputs})
-        self.ties.fix((~read[roots]).nonzero().flatten())
+    def solve(self) -> tuple[Tensor, Relations]:
+        """Numbers the classes. What would change no weight that leads out of it, as a unit that is sliced
+        off, has nothing to be divided by its factor, and is not rescaled."""
+        sources = {source for k in self.edges for source in self.graph.nodes[k].inputs}
+        while True:
+            written = torch.zeros(self.ties.count, dtype=torch.bool)
+            written[torch.cat([self.edges[k].head.flatten() for k in self.edges] or [written[:0].long()])] = (
+                True
+            )
+            roots, derived = self.ties.solve(written)
+            unique, number = torch.unique(roots, return_inverse=True)
+            assert int(unique[0]) == FIXED
+            derived = Terms(number[derived.of], number[derived.by], derived.power)
+            relations = Relations(len(unique), derived)
+            is_read, is_written = (torch.zeros(len(unique), dtype=torch.bool) for _ in range(2))
+            is_read[number[self._contain(roots, sources).nonzero().flatten()]] = True
+            is_written[number[written]] = True
+            terms = relations.terms
+            divided = torch.where(terms.power > 0, is_read[terms.of], is_written[terms.of])
+            unread = relations.is_free.clone()
+            unread[terms.by[divided]] = False
+            if not bool(unread.any()):
+                return number, relations
+            self.ties.fix(unique[unread])
 
     def _contain(self, roots: Tensor, chosen: Iterable[int]) -> Tensor:
         """Whether the values of these nodes have units of the class of a root, by root."""
@@ -131,8 +151,8 @@ class _Search:
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)
         match node.operation:
-            case nodes.Begin():
-                return torch.full((1,) * ndim, FIXED)
+            case nodes.Begin(products=products):
+                return self.product(products, self.graph.begins[k]) if products else self.fixed(ndim)
             case nodes.Source(weight):
                 return self.source(k, weight, ndim)
             case nodes.Linear(weight):
@@ -148,8 +168,9 @@ class _Search:
                     self.ties.tie(inputs[0], other)
                 return torch.broadcast_tensors(*inputs)[0]
             case nodes.Square():
-                self.degrees[k] = 2 * self.degrees[k]
-                return inputs[0]
+                out = self.ties.fresh(tuple(inputs[0].shape))
+                self.ties.relate(out, inputs[0], inputs[0])
+                return out
             case nodes.AxisMap(dim, window):
                 return self.axis_map(inputs[0], dim, window.kind, window.index)
             case nodes.Reduce(dims):
@@ -159,8 +180,7 @@ class _Search:
             case nodes.Expand():
                 return inputs[0]
             case nodes.Reshape(shape):
-                whole = inputs[0].expand(self.graph.nodes[node.inputs[0]].shape)
-                return compress(whole.reshape(shape))
+                return reshape_ids(inputs[0], self.graph.nodes[node.inputs[0]].shape, shape)
             case nodes.Slice(dim):
                 ids = inputs[0]
                 return ids if ids.shape[dim] == 1 else view_tensor(node.operation, ids)
@@ -177,9 +197,39 @@ class _Search:
             self.ties.fix(out)
             self.ties.fix(into)
         if weight.parameter is not None:
-            self.edges[k] = EdgeClasses(head, tail, self.degrees[k])
-        self.degrees[k] = 1
+            self.edges[k] = EdgeClasses(head, tail)
         return out
+
+    def fixed(self, ndim: int) -> Tensor:
+        return torch.full((1,) * ndim, FIXED)
+
+    def product(self, products: str, sources: tuple[int, ...]) -> Tensor:
+        """The units of sums of products: all that are added up have one factor. Letters name axes, as for
+        einsum."""
+        operands, target = products.split("->")
+        letters = "".join(dict.fromkeys(target + operands.replace(",", "")))
+
+        def lay_out(ids: Tensor, own: str) -> Tensor:
+            order = sorted(range(len(own)), key=lambda d: letters.index(own[d]))
+            shape = [ids.shape[own.index(letter)] if letter in own else 1 for letter in letters]
+            return ids.permute(order).reshape(shape)
+
+        laid_out = [
+            lay_out(compress(self.ids[source]), own)
+            for source, own in zip(sources, operands.split(","), strict=True)
+        ]
+        shape = torch.broadcast_shapes(*(ids.shape for ids in laid_out))
+        while math.prod(shape) > MOST_PRODUCTS:
+            longest = [shape.index(max(shape))]
+            laid_out = [self.ties.tie_along(ids, longest) for ids in laid_out]
+            shape = torch.broadcast_shapes(*(ids.shape for ids in laid_out))
+        first, *others = laid_out
+        out = self.ties.fresh((*shape[: len(target)], *(1,) * (len(letters) - len(target))))
+        if others:
+            self.ties.relate(out, first, *others)
+        else:
+            self.ties.tie(out, first)
+        return out.reshape(out.shape[: len(target)])
 
     def outside(self, weight: Weight) -> bool:
         """Whether a parameter also serves somewhere that is no path, so that it must not change."""
@@ -189,7 +239,7 @@ class _Search:
     def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
         if weight.parameter is None:
-            return torch.full((1,) * ndim, FIXED)
+            return self.fixed(ndim)
         ids = self.ties.fresh(layout)
         if self.outside(weight):
             self.ties.fix(ids)
@@ -245,44 +295,28 @@ class _Search:
 
     def share_parameters(self) -> None:
         """A weight used in several places has one ratio of factors: its heads agree, and its tails."""
-        first: dict[str, tuple[Tensor, Tensor, int]] = {}
+        first: dict[str, EdgeClasses] = {}
         for k, weight in self.graph.weights():
             if k not in self.edges or weight.parameter is None:
                 continue
             shape = self.graph.parameters[weight.parameter.name].shape
-            edge = self.edges[k]
-            head = self.ties.to_parameter(weight.parameter, weight.shape, edge.head, shape)
-            tail = self.ties.to_parameter(weight.parameter, weight.shape, edge.tail, shape)
-            if weight.parameter.name not in first:
-                first[weight.parameter.name] = head, tail, edge.degree
-                continue
-            other_head, other_tail, degree = first[weight.parameter.name]
-            self.ties.tie(head, other_head)
-            self.ties.tie(tail, other_tail)
-            if degree != edge.degree:
-                self.ties.fix(tail)
+            head, tail = (
+                self.ties.to_parameter(weight.parameter, weight.shape, ids, shape)
+                for ids in (self.edges[k].head, self.edges[k].tail)
+            )
+            other = first.setdefault(weight.parameter.name, EdgeClasses(head, tail))
+            self.ties.tie(head, other.head)
+            self.ties.tie(tail, other.tail)
         self.shared = first
 
-    def collect(self) -> UnitClasses:
-        unique, number = torch.unique(self.ties.find_roots(), return_inverse=True)
-        assert int(unique[0]) == FIXED
-
+    def collect(self, number: Tensor, relations: Relations) -> UnitClasses:
         def final(edge: EdgeClasses) -> EdgeClasses:
-            return EdgeClasses(number[edge.head], number[edge.tail], edge.degree)
+            return EdgeClasses(number[edge.head], number[edge.tail])
 
         edges = {k: final(edge) for k, edge in self.edges.items()}
-        parameters = {
-            name: final(EdgeClasses(head, tail, degree)) for name, (head, tail, degree) in self.shared.items()
-        }
+        parameters = {name: final(edge) for name, edge in self.shared.items()}
         uncovered = {k: number[ids] for k, ids in self.uncovered.items()}
-        squared = torch.zeros(len(unique), dtype=torch.bool)
-        for edge in edges.values():
-            if edge.degree != 1:
-                squared[edge.tail.flatten()] = True
-        sources = {self.graph.nodes[k].inputs[0] for k in edges if self.graph.nodes[k].inputs}
-        read = {k: (number[self.ids[k]], self.degrees[k]) for k in sorted(sources)}
-        owners = self.owners(edges, number)
-        return UnitClasses(len(unique), edges, parameters, owners, squared, uncovered, read)
+        return UnitClasses(relations, edges, parameters, self.owners(edges, number), uncovered)
 
     def owners(self, edges: dict[int, EdgeClasses], number: Tensor) -> dict[str, Tensor]:
         """The classes each parameter leads into, under its own name and under its module's."""
@@ -302,6 +336,18 @@ class _Search:
             if all(torch.equal(first, other) for other in rest):
                 found.setdefault(module, first)
         return found
+
+
+def reshape_ids(ids: Tensor, before: Shape, after: Shape) -> Tensor:
+    """Ids of a reshaped value; axes along which they do not change are not expanded."""
+    expanded, target = list(ids.shape), [1] * len(after)
+    for own, others in reshaped_axes(before, after):
+        if any(ids.shape[d] > 1 for d in own):
+            for d in own:
+                expanded[d] = before[d]
+            for d in others:
+                target[d] = after[d]
+    return compress(ids.expand(expanded).reshape(target))
 
 
 def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.nodes import Permute, Shape, Stored
+from pathsgd.graph.unit_relations import FIXED, Terms, find_free
 from pathsgd.graph.views import view_tensor
-
-FIXED = 0
-"""The unit that cannot be rescaled: what is tied to it cannot be, either."""
 
 
 class UnitTies:
-    """Disjoint sets of units, by tensors of their numbers. Tensors have size one along axes on which they do
-    not change."""
+    """Disjoint sets of units, and relations between these, by tensors of unit numbers. Tensors have size one
+    along axes on which they do not change."""
 
     def __init__(self) -> None:
         self.count = FIXED + 1
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._triples: list[Tensor] = []
 
     def fresh(self, shape: Shape) -> Tensor:
         """Units of their own."""
@@ -42,19 +41,46 @@ class UnitTies:
         different = a != b
         self._pairs.append((a[different], b[different]))
 
+    def relate(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """The factor of ``out`` is the product of those of the other two."""
+        self._triples.append(torch.stack([ids.flatten() for ids in torch.broadcast_tensors(out, a, b)]))
+
     def find_roots(self) -> Tensor:
         """Returns, for each unit, the smallest unit of its class."""
-        root = torch.arange(self.count)
-        a, b = (torch.cat(units) for units in zip(*self._pairs, strict=True)) if self._pairs else (root, root)
+        root, pairs = torch.arange(self.count), self._pairs
         while True:
-            a, b = root[a], root[b]
-            apart = a != b
-            if not bool(apart.any()):
+            root = _join(root, pairs)
+            pairs = _find_ties(self._find_triples(root))
+            if not pairs:
                 return root
-            a, b = a[apart], b[apart]
-            root.scatter_reduce_(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
-            while not torch.equal(root, shorter := root[root]):
-                root = shorter
+            self._pairs = self._pairs + pairs
+
+    def solve(self, preferred: Tensor) -> tuple[Tensor, Terms]:
+        """Returns the roots of all units, and the terms of roots that are not free. ``preferred`` tells which
+        units are to be free rather than others."""
+        while True:
+            root = self.find_roots()
+            by_root = torch.zeros(self.count, dtype=torch.bool)
+            by_root[root[preferred]] = True
+            derived = find_free(self.count, self._find_triples(root), by_root)
+            number = torch.bincount(derived.of, minlength=self.count)
+            single = derived.select(number[derived.of] == 1)
+            # The first of those that are the same power of one class; with power 1 that is the class itself.
+            powers, group = torch.stack([single.by, single.power]).unique(dim=1, return_inverse=True)
+            first = torch.full_like(powers[0], self.count).scatter_reduce(0, group, single.of, "amin")
+            first = torch.where(powers[1] == 1, powers[0], first)
+            if bool((first[group] == single.of).all()):
+                return root, derived
+            self._tie_pairs(single.of, first[group])
+
+    def _find_triples(self, root: Tensor) -> Tensor:
+        """The relations that are more than a tie, by roots, each once."""
+        if not self._triples:
+            return torch.empty(3, 0, dtype=torch.int64)
+        out, a, b = root[torch.cat(self._triples, 1)]
+        triples = torch.stack([out, torch.minimum(a, b), torch.maximum(a, b)]).unique(dim=1)
+        is_tie = (triples[1] == FIXED) & (triples[0] == triples[2])
+        return triples[:, ~is_tie]
 
     def fix(self, ids: Tensor) -> None:
         """These units cannot be rescaled."""
@@ -101,3 +127,39 @@ def compress(ids: Tensor) -> Tensor:
         if ids.shape[dim] > 1 and bool((ids == first).all()):
             ids = first
     return ids
+
+
+def _join(root: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The roots after these pairs are tied, too."""
+    a, b = (torch.cat([root[:0], *units]) for units in (zip(*pairs, strict=True) if pairs else ((), ())))
+    while True:
+        a, b = root[a], root[b]
+        apart = a != b
+        if not bool(apart.any()):
+            return root
+        a, b = a[apart], b[apart]
+        root = root.scatter_reduce(0, torch.maximum(a, b), torch.minimum(a, b), "amin")
+        while not torch.equal(root, shorter := root[root]):
+            root = shorter
+
+
+def _find_ties(triples: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The units that relations ``x_out = x_a + x_b`` tie, with a <= b: where one of the three is nothing, or
+    where two relations have two in common."""
+    out, a, b = triples
+    zero = torch.full_like(out, FIXED)
+    ties = [
+        (chosen, x[chosen], y[chosen])
+        for chosen, x, y in (
+            (a == FIXED, out, b), (out == a, b, zero), (out == b, a, zero), ((out == FIXED) & (a == b), a, zero),
+        )
+    ]  # fmt: skip
+    size = int(triples.max()) + 1 if triples.numel() else 1
+    doubled = a == b
+    for first, second, third in (
+        (a, b, out), (torch.cat([out, out]), torch.cat([a, b]), torch.cat([b, a])), (out[doubled], zero[doubled], a[doubled]),
+    ):  # fmt: skip
+        key, order = (first * size + second).sort(stable=True)
+        again, third = key[1:] == key[:-1], third[order]
+        ties.append((again, third[1:][again], third[:-1][again]))
+    return [(x[x != y], y[x != y]) for _, x, y in ties if bool((x != y).any())]

@@ -14,7 +14,8 @@ from torch import Tensor
 from pathsgd._torch import is_capturing
 from pathsgd.balancing.balance import find_exact
 from pathsgd.balancing.class_edges import cut_edges
-from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.graph.unit_classes import EdgeClasses
+from pathsgd.graph.unit_relations import Relations, Terms
 from pathsgd.sharding import local_part, shards_of
 
 EVERY = 10
@@ -29,7 +30,11 @@ class Round:
     """One round towards the balance, in ordinary precision."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        edges: Mapping[str, EdgeClasses],
+        relations: Relations,
+        held: Tensor,
     ) -> None:
         self.parameters = parameters
         device = local_part(next(iter(parameters.values()))).device
@@ -39,23 +44,15 @@ class Round:
             [[d for d in range(p.dim()) if ids.shape[d] == 1] for ids in (edges[n].head, edges[n].tail)]
             for n, p in parameters.items()
         ]
-        self.degree = torch.ones(len(held))  # by class, the largest of its edges
-        for edge in edges.values():
-            self.degree[edge.tail.flatten()] = self.degree[edge.tail.flatten()].clamp(min=edge.degree)
-        ends = [
-            (ids, edge.degree, k) for edge in edges.values() for k, ids in enumerate((edge.head, edge.tail))
-        ]
-        classes = torch.cat([ids.flatten() for ids, _, _ in ends])
-        sides = torch.cat([torch.full((ids.numel(),), side) for ids, _, side in ends])
-        self.into, self.out = (
-            list_places(torch.where(sides == side, classes, FIXED), held).to(device) for side in (0, 1)
+        ends = [ids for edge in edges.values() for ids in (edge.head, edge.tail)]
+        classes = torch.cat([ids.flatten() for ids in ends])
+        leads_in = torch.cat([torch.full((ids.numel(),), not k % 2) for k, ids in enumerate(ends)])
+        self.grows, self.shrinks = (
+            places.to(device) for places in list_places(relations, classes, leads_in, held)
         )
-        self.exact = find_exact(parameters, edges, len(held)).to(device)
-        self.degrees = torch.cat(
-            [torch.full((ids.numel(),), float(degree if side else 1)) for ids, degree, side in ends]
-        ).to(device)
-        self.degree, self.free = self.degree.to(device), (~held).to(device)
-        self.sizes = [ids.numel() for ids, _, _ in ends]
+        self.exact = find_exact(parameters, edges, relations).to(device)
+        self.relations, self.free = relations.to(device), (~held & relations.is_free).to(device)
+        self.sizes = [ids.numel() for ids in ends]
         self._find_held_parts(cut, edges)
 
     def _find_held_parts(self, cut: Mapping[str, EdgeClasses], edges: Mapping[str, EdgeClasses]) -> None:
@@ -73,7 +70,7 @@ class Round:
                 for shard in shards:
                     by_group.setdefault(shard.group, []).append(start + torch.arange(ids.numel()))
                 start += ids.numel()
-        device = self.degrees.device
+        device = self.free.device
         self.groups = {group: torch.cat(places).to(device) for group, places in by_group.items()}
 
     def run(self, state: MutableMapping[Tensor, Any], steps: int) -> None:
@@ -87,10 +84,10 @@ class Round:
             for own in dims:
                 norm = torch.linalg.vector_norm(w, dim=own, dtype=dtype) if own else w.to(dtype).abs()
                 sums.append(norm.square().flatten())
-        total = self._complete(sums) * self.degrees
+        total = self._complete(sums)
         total = torch.cat([total, total.new_zeros(1)])
-        arriving, leaving = total[self.into].sum(1), total[self.out].sum(1)
-        factor = find_factors(arriving, leaving, self.free, self.degree, self.exact)
+        grows, shrinks = total[self.grows].sum(1), total[self.shrinks].sum(1)
+        factor = find_factors(grows, shrinks, self.free, self.relations, self.exact)
         looked_up = self.edges.look_up(factor, factor)
         for (name, p), w in zip(self.parameters.items(), weights, strict=True):
             head, tail = looked_up[name]
@@ -121,7 +118,7 @@ class EdgeTable:
     """The classes at both ends of these parameters' entries, on one device."""
 
     def __init__(self, edges: Mapping[str, EdgeClasses], device: torch.device) -> None:
-        self.degrees = {name: edge.degree for name, edge in edges.items()}
+        self.names = list(edges)
         self._heads = _Gather([edge.head for edge in edges.values()], device)
         self._tails = _Gather([edge.tail for edge in edges.values()], device)
 
@@ -129,10 +126,7 @@ class EdgeTable:
         """Returns, by parameter, the factors that multiply its entries and those that divide them, from the
         values of classes; of shapes that expand to its own."""
         heads, tails = self._heads.run(at_heads), self._tails.run(at_tails)
-        return {
-            name: (head, tail if degree == 1 else tail**degree)
-            for (name, degree), head, tail in zip(self.degrees.items(), heads, tails, strict=True)
-        }
+        return dict(zip(self.names, zip(heads, tails, strict=True), strict=True))
 
 
 class _Gather:
@@ -149,31 +143,54 @@ class _Gather:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
-def find_factors(arriving: Tensor, leaving: Tensor, free: Tensor, degree: Tensor, exact: Tensor) -> Tensor:
-    """The factor of each class that brings the sums of squares of its weights on both sides closer.
+def find_factors(grows: Tensor, shrinks: Tensor, free: Tensor, relations: Relations, exact: Tensor) -> Tensor:
+    """The factor of each class that brings the sums of squares of weights on both sides of free ones closer.
 
     Args:
-        arriving: of weights into a class.
-        leaving: of weights out of it.
+        grows: of weights that grow with the factor of a class.
+        shrinks: of weights that shrink with it.
         free: whether it may be rescaled.
-        degree: the largest power with which its factor enters a weight.
+        relations: of the classes, on their device.
         exact: whether it is to be a power of two.
     """
-    live = free & (arriving > 0) & (leaving > 0) & torch.isfinite(arriving) & torch.isfinite(leaving)
-    ratio = torch.where(live, leaving, 1) / torch.where(live, arriving, 1)
+    live = free & (grows > 0) & (shrinks > 0) & torch.isfinite(grows) & torch.isfinite(shrinks)
+    ratio = torch.where(live, shrinks, 1) / torch.where(live, grows, 1)
     most = math.log2(MAX_FACTOR)
-    log = (ratio.log2() / (4 * (1 + degree))).clamp(-most, most)
-    return torch.where(exact, log.round(), log).exp2()
+    log = (ratio.log2() / (4 * (1 + relations.rate))).clamp(-most, most)
+    return relations.complete(torch.where(exact, log.round(), log)).exp2()
 
 
-def list_places(classes: Tensor, held: Tensor) -> Tensor:
-    """The places of each class in a list, filled up with one past the last: sums over rows of one length add
-    up in the same order every time."""
-    places = (~held[classes]).nonzero().flatten()
-    order = classes[places].argsort(stable=True)
-    places = places[order]
-    owners = classes[places]
-    position = torch.arange(len(owners)) - torch.searchsorted(owners, torch.arange(len(held)))[owners]
-    table = torch.full((len(held), int(position.max()) + 1 if len(owners) else 1), len(classes))
-    table[owners, position] = places
+def list_places(
+    relations: Relations, classes: Tensor, leads_in: Tensor, held: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The places of each free class and of what follows from it in a list: those of weights that grow with
+    its factor, and of weights that shrink. A place is there as often as the power is high.
+
+    Args:
+        relations: of the classes.
+        classes: by place.
+        leads_in: by place, whether weights lead into the class, so that they grow with its factor.
+        held: by class, whether it is not rescaled.
+
+    Returns:
+        Two tables with a row for each class, filled up with one past the last place: sums over rows of one
+        length add up in the same order every time.
+    """
+    places = Terms(torch.arange(len(classes)), classes, torch.where(leads_in, 1, -1)).expand(relations.terms)
+    places = places.select(~held[places.by])
+    grows, shrinks = (
+        _fill_rows(
+            places.by.repeat_interleave(powers), places.of.repeat_interleave(powers), len(held), len(classes)
+        )
+        for powers in (places.power.clamp(min=0), (-places.power).clamp(min=0))
+    )
+    return grows, shrinks
+
+
+def _fill_rows(rows: Tensor, values: Tensor, count: int, filler: int) -> Tensor:
+    order = rows.argsort(stable=True)
+    rows, values = rows[order], values[order]
+    position = torch.arange(len(rows)) - torch.searchsorted(rows, torch.arange(count))[rows]
+    table = torch.full((count, int(position.max()) + 1 if len(rows) else 1), filler)
+    table[rows, position] = values
     return table

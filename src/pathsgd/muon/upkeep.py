@@ -82,6 +82,7 @@ class Upkeep:
             if name not in self._trained:
                 self.held[edge.head.flatten()] = True
                 self.held[edge.tail.flatten()] = True
+        self.held = self.units.relations.hold(self.held)
         self.parameters = {
             name: self.owned[name] for name, edge in self.units.parameters.items() if self._is_free(edge)
         }
@@ -176,10 +177,10 @@ class Upkeep:
         if self._on_gpu():
             from pathsgd.muon.gpu.upkeep import KernelUpkeep
 
-            kernels = KernelUpkeep(self.parameters, edges, self.held)
+            kernels = KernelUpkeep(self.parameters, edges, self.units.relations, self.held)
             if kernels.is_supported:
                 return kernels
-        return Round(self.parameters, edges, self.held)
+        return Round(self.parameters, edges, self.units.relations, self.held)
 
     def _on_gpu(self) -> bool:
         return not self.sharded and has_triton() and all(p.is_cuda for p in self.parameters.values())
@@ -297,12 +298,12 @@ class Upkeep:
         if self._are_remembered({name: p.detach() for name, p in self.parameters.items()}):
             return True
         edges = [self._read_reference(name, p) for name, p in self.parameters.items()]
-        factors = read_factors(join_changes(edges), self.held)
+        factors = read_factors(join_changes(edges), self.units.relations, self.held)
         wide = {p.dtype for p in self.parameters.values() if p.element_size() >= 4}
         rounding = max((torch.finfo(dtype).eps for dtype in wide), default=0.0)
         if factors is None or not agree(factors, join_changes(edges), 64 * rounding):
             return False
-        exact = find_exact(self.parameters, self.units.parameters, self.units.count)
+        exact = find_exact(self.parameters, self.units.parameters, self.units.relations)
         if bool((torch.frexp(factors.mantissa).mantissa != 0.5)[exact].any()):
             return False
         self._scale(factors.power(-1), state=False)
@@ -312,9 +313,8 @@ class Upkeep:
         """The changes of the entries of a parameter that are remembered."""
         index, value = (self._references[name][key] for key in REFERENCE)
         head, tail = (ids.expand(p.shape).reshape(-1)[index.cpu()] for ids in self._ends(name))
-        degree = torch.full_like(head, self.units.parameters[name].degree)
         now = p.detach().reshape(-1)[index]
-        return Changes(head, tail, degree, value.cpu().double(), now.cpu().double())
+        return Changes(head, tail, value.cpu().double(), now.cpu().double())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}

@@ -25,7 +25,7 @@ REPLACEABLE = frozenset((
 """Activations between layers, in whose place a ReLU can stand."""
 NOT_HOMOGENEOUS = REPLACEABLE | frozenset((
     "log_softmax", "_log_softmax", "softmin", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos",
-    "glu", "lstm", "gru", "rnn_tanh", "local_response_norm", "linalg_vector_norm", "logsumexp",
+    "lstm", "gru", "rnn_tanh", "local_response_norm", "linalg_vector_norm", "logsumexp",
     "alpha_dropout", "feature_alpha_dropout",
 ))  # fmt: skip
 
@@ -118,6 +118,24 @@ def power(b: Builder, call: Call) -> Value:
     if call["exponent"] == 2:
         return b.square(call.paths("self"))
     raise Ends(f"pow with exponent {call['exponent']}")
+
+
+@rule("glu")
+def glu(b: Builder, call: Call) -> Value:
+    """A half times the sigmoid of the other: it can be rescaled, though paths end there."""
+    x, reason = call.paths("self"), "the sigmoid of glu is not positively homogeneous"
+    dim = call.get("dim", default=-1) % len(call.shape)
+    half, gate = (b.slice(x, dim, start, call.shape[dim]) for start in (0, call.shape[dim]))
+    b.end(gate, reason)
+    return b.multiply_activations([half], reason, call.shape)
+
+
+@rule("view_as_complex", "view_as_real")
+def view_as_complex(b: Builder, call: Call) -> Value:
+    """A complex number turns as a pair of real ones does: both are rescaled together."""
+    x, axes = call.paths("self"), "abcdefgh"[: max(len(call.shape), len(b.shape(call["self"]))) - 1]
+    products = f"{axes}z->{axes}" if call.name == "view_as_complex" else f"{axes}->{axes}z"
+    return b.multiply_activations([x], "complex numbers", call.shape, products)
 
 
 @rule("softmax", "_softmax")

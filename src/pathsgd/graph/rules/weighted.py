@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, broadcast, is_fixed, is_zero
-from pathsgd.graph.nodes import Conv, Shape, Weight, number
+from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, rule
 
@@ -88,10 +88,23 @@ def multiply_matrices(b: Builder, call: Call, left: Value, right: Value) -> Path
         x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
         y = b.linear(_swap_last(b, x), rows)
         return b.reshape(_swap_last(b, y), call.shape)
-    for value in (left, right):
-        if isinstance(value, Unknown):
-            raise Ends(value.reason)
-    raise Ends(f"{call.name} of two activations")
+    if not (isinstance(left, Paths) or isinstance(right, Paths)):
+        raise Ends("a weight computed from other tensors")
+    reason = next(
+        (v.reason for v in (left, right) if isinstance(v, Unknown)), f"{call.name} of two activations"
+    )
+    return b.multiply_activations([left, right], reason, call.shape, _name_axes(b, left, right))
+
+
+def _name_axes(b: Builder, left: Value, right: Value) -> str:
+    """The products of a matrix product, as for einsum; of one side, if only that carries paths."""
+    rows, columns = len(b.shape(left)), len(b.shape(right))
+    lead = "abcdefgh"[: max(rows, columns) - 2] if max(rows, columns) > 2 else ""
+    first = (lead[len(lead) - (rows - 2) :] if rows > 2 else "") + ("y" if rows == 1 else "xy")
+    second = (lead[len(lead) - (columns - 2) :] if columns > 2 else "") + ("y" if columns == 1 else "yz")
+    target = lead + "x" * (rows > 1) + "z" * (columns > 1)
+    own = [axes for value, axes in ((left, first), (right, second)) if isinstance(value, Paths)]
+    return f"{','.join(own)}->{target}"
 
 
 def weight_matrix(b: Builder, call: Call, weight: Weight, transpose: bool) -> Weight:
@@ -122,12 +135,27 @@ def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
 
 @rule("scaled_dot_product_attention")
 def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
-    values = call.paths("value")
-    if b.shape(values)[:-2] != call.shape[:-2]:
-        raise Ends("attention with grouped queries")
-    for name in ("query", "key"):
-        b.end(call[name], "queries and keys of attention enter a softmax")
+    heads, reason = call.shape[:-2], "queries and keys of attention enter a softmax"
+    query, key, values = call["query"], *(_repeat_heads(b, call[name], heads) for name in ("key", "value"))
+    if not isinstance(values, Paths):
+        raise Ends("attention to values that are no activations")
+    lead = "abcdefgh"[: len(heads)]
+    own = [lead + axes for value, axes in ((query, "xy"), (key, "zy")) if isinstance(value, Paths)]
+    shape = (*heads, call.shape[-2], b.shape(key)[-2])
+    scores = b.multiply_activations([query, key], reason, shape, f"{','.join(own)}->{lead}xz")
+    b.end(scores, reason)
     return attend(b, values, call.shape[-2], call.shape)
+
+
+def _repeat_heads(b: Builder, value: Value, heads: Shape) -> Value:
+    """Keys or values of groups of queries, for each of these."""
+    own = b.shape(value)[:-2]
+    if own == heads or not isinstance(value, Paths):
+        return value
+    if own[:-1] != heads[:-1] or heads[-1] % own[-1]:
+        return b.expand(value, (*heads, *b.shape(value)[-2:]))
+    index = tuple(k // (heads[-1] // own[-1]) for k in range(heads[-1]))
+    return b.axis_map(value, len(own) - 1, Window("gather", own[-1], heads[-1], index=index))
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -195,12 +223,13 @@ def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
     if isinstance(left, Paths) and isinstance(right, Paths):
         if left.node == right.node:
             return b.square(left)
-        raise Ends("a product of two activations")
+        shape = broadcast(b.shape(left), b.shape(right))
+        return b.multiply_activations([left, right], "a product of two activations", shape)
     if isinstance(left, Paths) or isinstance(right, Paths):
         x, weight = (left, right) if isinstance(left, Paths) else (right, left)
         assert isinstance(x, Paths)
         if isinstance(weight, Unknown):
-            raise Ends(weight.reason)
+            return b.multiply_activations([x, weight], weight.reason, broadcast(b.shape(x), weight.shape))
         assert isinstance(weight, Weight)
         if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
             return x
@@ -223,6 +252,8 @@ def div(b: Builder, call: Call) -> Value:
     divisor = call["other"]
     if isinstance(divisor, (int, float)):
         return times(b, call, call["self"], 1 / divisor if divisor else float("inf"))
+    if isinstance(divisor, Unknown):
+        return times(b, call, call["self"], divisor)
     if not is_fixed(divisor):
         raise Ends("division by something that is no constant")
     factors = tuple(replace(factor, inverse=not factor.inverse) for factor in divisor.factors)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pathsgd._torch import is_capturing
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
+from pathsgd.graph.unit_relations import Relations
 from pathsgd.muon.gpu.kernels import (
     CHUNK,
     COLUMNS,
@@ -38,12 +39,16 @@ class KernelUpkeep:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], edges: Mapping[str, EdgeClasses], held: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        edges: Mapping[str, EdgeClasses],
+        relations: Relations,
+        held: Tensor,
     ) -> None:
         self.parameters = list(parameters.values())
         self.device = self.parameters[0].device
         self.is_supported = all(map(is_readable, self.parameters))
-        heads, tails, degrees, fields = [], [], [], []
+        heads, tails, fields = [], [], []
         row_tiles: list[Tensor] = []
         column_tiles: list[Tensor] = []
         chunks: list[Tensor] = []
@@ -60,7 +65,6 @@ class KernelUpkeep:
                 head, tail = (end[side] for end in ends)  # type: ignore[index]
                 heads.append(head)
                 tails.append(tail)
-                degrees.append(torch.full_like(head, edge.degree))
                 if not bool((held[head] & held[tail]).all()):
                     tiles, step = ((row_tiles, ROWS), (column_tiles, COLUMNS))[side]
                     tiles.append(_pair(k, (rows, columns)[side], step.value))
@@ -75,11 +79,14 @@ class KernelUpkeep:
         self.row_tiles, self.column_tiles, self.chunks = (
             put(torch.cat([empty, *tiles]), torch.int32) for tiles in (row_tiles, column_tiles, chunks)
         )
-        head, tail, degree = torch.cat(heads), torch.cat(tails), torch.cat(degrees)
-        self.into, self.out = (put(list_places(ids, held)) for ids in (head, tail))
-        most = torch.ones(len(held)).scatter_reduce(0, tail, degree.float(), "amax")
-        self.heads, self.tails, self.degrees = put(head), put(tail), put(degree, torch.float32)
-        self.degree, self.free = put(most, torch.float32), put(~held, torch.bool)
+        head, tail = torch.cat(heads), torch.cat(tails)
+        leads_in = torch.arange(2 * start) < start
+        self.grows, self.shrinks = (
+            put(torch.where(places < 2 * start, places % start, start))
+            for places in list_places(relations, torch.cat([head, tail]), leads_in, held)
+        )
+        self.heads, self.tails, self.relations = put(head), put(tail), relations.to(self.device)
+        self.free = put(~held & relations.is_free, torch.bool)
         self.sums = torch.zeros(start + 1, device=self.device)
         """And a zero after the last, where a class has no more places."""
         self.exact = torch.zeros_like(self.free)  # kernels take fp32 alone
@@ -98,11 +105,9 @@ class KernelUpkeep:
             for kernel, tiles in ((row_kernel, self.row_tiles), (column_kernel, self.column_tiles)):
                 if len(tiles):
                     kernel[len(tiles),](self.table.on_device, tiles, *due, self.sums)
-            leaving_sums = self.sums.clone()
-            leaving_sums[:-1] *= self.degrees
-            arriving, leaving = self.sums[self.into].sum(1), leaving_sums[self.out].sum(1)
-            factor = find_factors(arriving, leaving, self.free, self.degree, self.exact)
-            factors = factor[self.heads] / factor[self.tails].pow(self.degrees)
+            grows, shrinks = self.sums[self.grows].sum(1), self.sums[self.shrinks].sum(1)
+            factor = find_factors(grows, shrinks, self.free, self.relations, self.exact)
+            factors = factor[self.heads] / factor[self.tails]
             rescale_kernel[len(self.chunks),](self.table.on_device, self.chunks, *due, factors)
         torch.autograd.graph.increment_version(self.parameters)
 
