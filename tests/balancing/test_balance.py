@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pathsgd
 from pathsgd import PathError
-from pathsgd.balancing import class_edges, least_mu
+from pathsgd.balancing import class_edges, exponents, least_mu
 from pathsgd.balancing.balance import find_balancing_factors, find_rows, measure_mu
 from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
@@ -149,10 +148,10 @@ def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     log = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)
 
     def find_mu():
-        free = torch.cat([log.new_zeros(1), log[1:]])
+        free = units.relations.complete(torch.cat([log.new_zeros(1), log[1:]]))
         sums = torch.zeros(1 + max(int(r.max()) for r in rows.values()), dtype=torch.float64)
         for n, edge in units.parameters.items():
-            powers = (tensors[n].abs() * torch.exp(free[edge.head] - edge.degree * free[edge.tail])).pow(p)
+            powers = (tensors[n].abs() * torch.exp(free[edge.head] - free[edge.tail])).pow(p)
             sums = sums.index_add(0, rows[n].expand(powers.shape).flatten(), powers.flatten())
         return sums[sums > 0].pow(q / p).sum() ** (1 / q)
 
@@ -184,14 +183,20 @@ def test_what_arrives_is_what_leaves(name):
 
 
 def measure_flow(model, graph):
-    """Sums of squares over the weights into every class and, twice where a square is between, out of it."""
+    """Sums of squares over the weights that grow with the factor of every free class, and that shrink."""
     units = unit_classes_of(graph)
+    terms = units.relations.terms
     arriving, leaving = torch.zeros(2, units.count, dtype=torch.float64)
     for n, edge in units.parameters.items():
         square = graph.tensors(model)[n].detach().square()
         arriving.index_add_(0, edge.head.expand(square.shape).flatten(), square.flatten())
-        leaving.index_add_(0, edge.tail.expand(square.shape).flatten(), edge.degree * square.flatten())
-    return arriving[1:], leaving[1:]
+        leaving.index_add_(0, edge.tail.expand(square.shape).flatten(), square.flatten())
+    grows, shrinks = torch.zeros(2, units.count, dtype=torch.float64)
+    for of, by, power in zip(*map(Tensor.tolist, (terms.of, terms.by, terms.power)), strict=True):
+        up, down = (arriving, leaving) if power > 0 else (leaving, arriving)
+        grows[by] += abs(power) * up[of]
+        shrinks[by] += abs(power) * down[of]
+    return grows[units.free], shrinks[units.free]
 
 
 @pytest.mark.parametrize(("orders", "expected"), [((2, 2), 30**0.5), ((1, 1), 10), ((1, 2), 58**0.5)])
@@ -342,10 +347,8 @@ def test_many_units_without_weights_take_no_longer(monkeypatch):
         for layer in model[::2]:
             layer.weight.zero_(), layer.bias.zero_()
         model[0].weight[0] = model[2].weight[0, 0] = model[4].weight[0, 0] = 1
-    calls = []
-    for name in ("_choose", "_learn"):
-        function = getattr(least_mu, name)
-        monkeypatch.setattr(least_mu, name, lambda *a, f=function: (calls.append(1), f(*a))[1])
+    calls, function = [], exponents.Learned.set
+    monkeypatch.setattr(exponents.Learned, "set", lambda *a: (calls.append(1), function(*a))[1])
     balanced(model, None)
     assert len(calls) < 20
 
@@ -366,8 +369,8 @@ def test_factors_are_applied_in_range():
 
 
 def test_without_the_exponents_bits_differ(monkeypatch):
-    find = least_mu._find_exponents
-    monkeypatch.setattr(least_mu, "_find_exponents", lambda *a: (torch.zeros_like(find(*a)[0]), find(*a)[1]))
+    find = least_mu.find_exponents
+    monkeypatch.setattr(least_mu, "find_exponents", lambda *a: torch.zeros_like(find(*a)))
     model, _, graph = build(networks.SmallResNet)
     other = rescaled(model, graph, "powers of two", 8)
     assert not are_equal(balanced(model, graph), balanced(other, graph))
@@ -380,8 +383,11 @@ def test_without_a_norm_for_classes_before_zeros_copies_stay_apart(monkeypatch):
     assert largest_difference(balanced(model, graph), balanced(other, graph)) > 1e-3
 
 
-def test_without_the_degree_of_squares_the_function_changes(monkeypatch):
-    scale = ClassFactors.scale_
-    monkeypatch.setattr(ClassFactors, "scale_", lambda self, t, edge: scale(self, t, replace(edge, degree=1)))
+def test_without_the_power_of_squares_the_function_changes(monkeypatch):
     model, x, graph = build(Squares)
+    assert computes_the_same(model, balanced(model, graph), x)
+    monkeypatch.setattr(
+        ClassFactors, "complete",
+        lambda self, r: ClassFactors(self.mantissa.index_fill(0, r.derived.of, 1), self.exponent),
+    )  # fmt: skip
     assert not computes_the_same(model, balanced(model, graph), x)

@@ -11,6 +11,7 @@ from torch import nn
 import pathsgd
 from pathsgd.balancing.equivalence import Changes, _compare, agree, join_changes, read_factors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
+from pathsgd.graph.unit_relations import Relations, join_terms
 from support import starts
 from support.networks import NETWORKS, Mlp, PreActivation, Recurrent, UNet, build, traced
 
@@ -65,7 +66,7 @@ DEAD = [starts.DeadChain, starts.LowRank]
 @pytest.mark.parametrize("zeros", ["", "bias", "bias layers.0"])
 @pytest.mark.parametrize("network", [Mlp, PreActivation, Recurrent, UNet, starts.Squares, *DEAD])
 def test_factors_are_read_as_equations_are_solved(network, zeros):
-    """``log |after / before| = t_head - degree t_tail`` for all weights but zeros, by least squares. Without
+    """``log |after / before| = t_head - t_tail`` for all weights but zeros, by least squares. Without
     biases units are known by those before them, without a first layer by those behind."""
     model, _ = starts.build(network)
     for name, p in model.named_parameters():
@@ -78,34 +79,39 @@ def test_factors_are_read_as_equations_are_solved(network, zeros):
     changes = join_changes(
         [_compare(edge, a[n].detach(), b[n].detach()) for n, edge in units.parameters.items()]
     )
-    factors = read_factors(changes, torch.arange(units.count) == FIXED)
+    factors = read_factors(changes, units.relations, torch.arange(units.count) == FIXED)
     assert agree(factors, changes, 1e-12)
 
     used = changes.before != 0
-    heads, tails, degrees, before, after = (x[used] for x in changes)
+    heads, tails, before, after = (x[used] for x in changes)
     rows, one = torch.arange(len(heads)), torch.ones((), dtype=torch.float64)
     equations = torch.zeros(len(heads), units.count, dtype=torch.float64)
     equations.index_put_((rows, heads), one, accumulate=True)
-    equations.index_put_((rows, tails), -degrees.double(), accumulate=True)
+    equations.index_put_((rows, tails), -one, accumulate=True)
+    terms, free = units.relations.terms, units.free
+    powers = torch.zeros(units.count, units.count, dtype=torch.float64)
+    powers[terms.of, terms.by] = terms.power.double()
+    equations = equations @ powers
     logs = (after / before).log2()
-    solution = torch.linalg.lstsq(equations[:, 1:], logs[:, None], driver="gelsd").solution[:, 0]
+    solution = torch.linalg.lstsq(equations[:, free], logs[:, None], driver="gelsd").solution[:, 0]
     t = factors.mantissa.log2() + factors.exponent
     assert t[FIXED] == 0
     torch.testing.assert_close(equations @ t, logs, rtol=0, atol=1e-10)
     if network not in DEAD:
-        torch.testing.assert_close(t[1:], solution, rtol=0, atol=1e-9)
+        torch.testing.assert_close(t[free], solution, rtol=0, atol=1e-9)
         drawn = starts.draw_factors("log-normal", units.count, 6)
-        torch.testing.assert_close(t[1:].exp2(), drawn[1:], rtol=1e-9, atol=0)
+        torch.testing.assert_close(t[free].exp2(), drawn[free], rtol=1e-9, atol=0)
 
 
 def test_no_factors_are_read_off_other_weights():
     """Two weights, into a unit and out of it."""
-    ends, values = torch.tensor([[1, 0], [0, 1], [1, 1]]), torch.tensor([[2.0, 3.0], [4.0, 1.5]])
+    relations = Relations(2, join_terms([]))
+    ends, values = torch.tensor([[1, 0], [0, 1]]), torch.tensor([[2.0, 3.0], [4.0, 1.5]])
     changes, held = Changes(*ends, *values.double()), torch.tensor([True, False])
-    factors = read_factors(changes, held)
+    factors = read_factors(changes, relations, held)
     assert (factors.mantissa * factors.exponent.exp2()).tolist() == [1, 2]
     assert agree(factors, changes, 1e-12)
     for after in ([4.0, -1.5], [0.0, 1.5], [torch.nan, 1.5], [4.0, torch.inf]):
-        assert read_factors(changes._replace(after=torch.tensor(after)), held) is None
+        assert read_factors(changes._replace(after=torch.tensor(after)), relations, held) is None
     others = changes._replace(after=torch.tensor([4.0, 1.6]))
-    assert not agree(read_factors(others, held), others, 1e-3)
+    assert not agree(read_factors(others, relations, held), others, 1e-3)

@@ -34,6 +34,8 @@ def test_unbalance_and_balance_keep_the_function(network):
     graph = traced(network)
     identities = [id(parameter) for parameter in model.parameters()]
     before, edges = model(x).detach(), invariants(model, graph)
+    # Rescalings pass products of activations, as of queries and keys; paths end there.
+    follow = not graph.passed
     original = copy.deepcopy(model)
 
     pathsgd.unbalance(
@@ -41,14 +43,14 @@ def test_unbalance_and_balance_keep_the_function(network):
     )
     assert difference(before, model(x)) <= 1e-10
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
-    assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300)
+    assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300) == follow
     assert pathsgd.rescaling_equivalent(original, model, graph)
 
     for p in (1, 2, math.inf):
         reached = pathsgd.balance(model, graph, p, q=math.inf)
         assert difference(before, model(x)) <= 1e-10
         assert reached == pytest.approx(pathsgd.group_norm(model, graph, p).item(), rel=1e-12)
-        assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300)
+        assert torch.allclose(invariants(model, graph), edges, rtol=1e-10, atol=1e-300) == follow
         balanced = [parameter.clone() for parameter in model.parameters()]
         pathsgd.balance(model, graph, p, q=math.inf)
         assert all(map(torch.equal, balanced, model.parameters()))

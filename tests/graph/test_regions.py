@@ -63,7 +63,19 @@ def test_values_and_output_projection_share_a_region():
     assert torch.allclose(rows[value_row], torch.full((8,), 16.0).double())
     assert torch.allclose(columns[:, channel], torch.full((8,), 16.0).double())
     with pytest.raises(pathsgd.RescaleError, match="cannot be rescaled"):
-        pathsgd.rescale(model, graph, {("layer.self_attn.in_proj_weight", 0): 4.0})
+        pathsgd.rescale(model, graph, {("layer.self_attn.out_proj.weight", 0): 4.0})
+
+
+def test_queries_are_rescaled_against_keys():
+    model, x = build(Transformer)
+    before, weight = model(x).detach(), model.layer.self_attn.in_proj_weight
+    old = weight.detach().clone()
+    pathsgd.rescale(model, x, {("layer.self_attn.in_proj_weight", 3): 4.0})
+    assert torch.allclose(before, model(x), rtol=1e-10)
+    assert torch.equal(weight[3], 4 * old[3])
+    assert torch.equal(weight[8 + 3], old[8 + 3] / 4)
+    pathsgd.rescale(model, x, {("layer.self_attn.in_proj_weight", 8 + 3): 4.0})
+    assert torch.equal(weight, old)
 
 
 def test_integers_begin_paths_where_they_become_floats():

@@ -7,10 +7,12 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
 
 import pathsgd
 from pathsgd import BalancedMuon
 from pathsgd.balancing.rescale import apply_factors
+from pathsgd.graph.unit_relations import Relations, Terms, join_terms
 from pathsgd.muon.round import EVERY, MAX_FACTOR, POWERS, Round, list_places
 from support import cases, networks, starts
 from support.networks import Convolutions, Mlp, Packed, PreActivation, Recurrent, Transformer
@@ -41,7 +43,8 @@ def train(network, dtype=torch.float32, steps=2, spread=0.3):
 
 
 def make_round(kind, upkeep):
-    return kind(upkeep.parameters, {n: upkeep.units.parameters[n] for n in upkeep.parameters}, upkeep.held)
+    edges = {n: upkeep.units.parameters[n] for n in upkeep.parameters}
+    return kind(upkeep.parameters, edges, upkeep.units.relations, upkeep.held)
 
 
 def collect(optimizer, upkeep):
@@ -57,28 +60,32 @@ def collect(optimizer, upkeep):
 def round_by_entries(optimizer, upkeep):
     """Weights and state after a round: sums of squares over all entries by the classes at their ends."""
     tensors, units = collect(optimizer, upkeep), upkeep.units
-    arriving, leaving, degree = torch.zeros(3, units.count, dtype=torch.float64)
+    grows, shrinks = torch.zeros(2, units.count, dtype=torch.float64)
+    terms, rate = units.relations.terms, units.relations.rate
     ends, exact = {}, torch.zeros(units.count, dtype=torch.bool)
     for name, p in upkeep.parameters.items():
         edge = units.parameters[name]
         head, tail = (ids.expand(p.shape).flatten() for ids in (edge.head, edge.tail))
         square = tensors[name].cpu().flatten().square()
-        arriving.index_add_(0, head, square)
-        leaving.index_add_(0, tail, edge.degree * square)
-        degree[tail] = degree[tail].clamp(min=edge.degree)
-        ends[name] = head, tail, edge.degree
+        for of, by, power in zip(*map(Tensor.tolist, (terms.of, terms.by, terms.power)), strict=True):
+            up, down = (grows, shrinks) if power > 0 else (shrinks, grows)
+            up[by] += abs(power) * square[head == of].sum()
+            down[by] += abs(power) * square[tail == of].sum()
+        ends[name] = head, tail
         if p.dtype == torch.bfloat16:
             exact[head] = exact[tail] = True
-    factors = torch.ones(units.count, dtype=torch.float64)
-    for k in range(units.count):
-        if not upkeep.held[k] and arriving[k] > 0 and leaving[k] > 0:
-            factor = (leaving[k] / arriving[k]) ** (1 / (4 * (1 + max(1, degree[k]))))
-            factor = factor.clamp(1 / MAX_FACTOR, MAX_FACTOR)
-            factors[k] = factor.log2().round().exp2() if exact[k] else factor
+    exact[terms.by[exact[terms.of]]] = True
+    logs = torch.zeros(units.count, dtype=torch.float64)
+    for k in units.free.tolist():
+        if not upkeep.held[k] and grows[k] > 0 and shrinks[k] > 0:
+            factor = (shrinks[k] / grows[k]) ** (1 / (4 * (1 + rate[k])))
+            log = factor.clamp(1 / MAX_FACTOR, MAX_FACTOR).log2()
+            logs[k] = log.round() if exact[k] else log
+    factors = units.relations.complete(logs).exp2()
     for key, tensor in tensors.items():
         name, power = key if isinstance(key, tuple) else (key, None)
-        head, tail, d = ends[name]
-        factor = (factors[head] / factors[tail] ** d).reshape(tensor.shape).to(tensor.device)
+        head, tail = ends[name]
+        factor = (factors[head] / factors[tail]).reshape(tensor.shape).to(tensor.device)
         tensor *= factor ** (1 if power is None else POWERS[power])
     return tensors
 
@@ -195,5 +202,18 @@ def test_remembered_entries_tell_as_much_as_all(network):
 
 def test_places_of_classes():
     classes, held = torch.tensor([2, 0, 1, 2, 3, 2, 1]), torch.tensor([True, False, False, False, False])
-    assert list_places(classes, held).tolist() == [[7, 7, 7], [2, 6, 7], [0, 3, 5], [4, 7, 7], [7, 7, 7]]
-    assert list_places(classes, torch.ones(5, dtype=torch.bool)).tolist() == [[7]] * 5
+    leads_in = torch.arange(7) != 5
+    free = Relations(5, join_terms([]))
+    grows, shrinks = list_places(free, classes, leads_in, held)
+    assert grows.tolist() == [[7, 7], [2, 6], [0, 3], [4, 7], [7, 7]]
+    assert shrinks.tolist() == [[7], [7], [5], [7], [7]]
+    assert [x.tolist() for x in list_places(free, classes, leads_in, torch.ones(5) > 0)] == [[[7]] * 5] * 2
+
+
+def test_places_of_classes_that_follow():
+    """x_2 = -x_1, x_3 = 2 x_1 + x_4."""
+    terms = Terms(torch.tensor([2, 3, 3]), torch.tensor([1, 1, 4]), torch.tensor([-1, 2, 1]))
+    classes, leads_in = torch.tensor([1, 2, 2, 3, 4]), torch.tensor([True, True, False, False, True])
+    grows, shrinks = list_places(Relations(5, terms), classes, leads_in, torch.arange(5) == 0)
+    assert grows.tolist() == [[5, 5], [0, 2], [5, 5], [5, 5], [4, 5]]
+    assert shrinks.tolist() == [[5, 5, 5], [1, 3, 3], [5, 5, 5], [5, 5, 5], [3, 5, 5]]

@@ -44,7 +44,8 @@ def clipped(optimizer, max_norm=0.01):
 
 
 def pair(network, dtype, powers_of_two):
-    """(model, rescaled copy, graph, input): every unit scaled by 1e-3 to 1e3, or by 2^-10 to 2^10."""
+    """(model, rescaled copy, graph, input): every unit scaled by 1e-3 to 1e3, or by 2^-10 to 2^10, but for
+    queries and keys: paths end at their product, so gamma does not follow."""
     model, x = build(network, dtype)
     graph = traced(network, dtype)
     units = unit_classes_of(graph)
@@ -54,6 +55,7 @@ def pair(network, dtype, powers_of_two):
         factors = torch.exp2(torch.randint(-10, 11, (count,), generator=generator).double())
     else:
         factors = 10 ** (6 * torch.rand(count, generator=generator, dtype=torch.float64) - 3)
+    factors[units.relations.related] = 1
     copied = copy.deepcopy(model)
     apply_factors(graph.tensors(copied), units, factors)
     return model, copied, graph, x

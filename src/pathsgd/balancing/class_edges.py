@@ -257,10 +257,8 @@ class ClassFactors:
         """With the factors of classes that follow from those of free ones."""
         terms = relations.derived
         powers = self.mantissa[terms.by] ** terms.power
-        free = torch.where(relations.is_free, self.mantissa, 1)
-        return ClassFactors(
-            free.scatter_reduce(0, terms.of, powers, "prod"), relations.complete(self.exponent)
-        )
+        mantissa = self.mantissa.index_fill(0, terms.of, 1).scatter_reduce(0, terms.of, powers, "prod")
+        return ClassFactors(mantissa, relations.complete(self.exponent))
 
     def scale_(self, tensor: Tensor, edge: EdgeClasses) -> None:
         """Multiplies every entry of a parameter, or of what is shaped as one, by ``factor(head) /

@@ -1,7 +1,7 @@
 """The equivalent network of least mu_{p,q}, for finite p and q.
 
-With ``t`` the logarithm of the factor of every class, and ``R_r = sum |w|^p exp(p (t_head - t_tail))`` over the
-weights into unit r,
+With ``t`` the logarithm of the factor of every class, and ``R_r = sum |w|^p exp(p (t_head - t_tail))`` over
+the weights into unit r,
 
     mu_{p,q}^q = sum_r R_r^(q/p)
 

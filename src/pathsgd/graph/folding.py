@@ -1,11 +1,11 @@
 """Places whose path sums are equal, computed once.
 
 All tokens of a sequence begin with the same paths, and linear layers, norms and attention (an average over
-the keys, see :func:`pathsgd.graph.rules.weighted.attend`) keep them the same. So a value that does not change
-along an axis is given size one there, and expanded only before an operation that tells its places apart: a
-padded convolution, a learned position, an output. The folded graph computes the same function of the weights
-in the same language of nodes, so the backward pass needs no rule of its own: the adjoint of an expansion is
-a sum.
+the keys, see :func:`pathsgd.graph.rules.matrix_products.attend`) keep them the same. So a value that does not
+change along an axis is given size one there, and expanded only before an operation that tells its places
+apart: a padded convolution, a learned position, an output. The folded graph computes the same function of the
+weights in the same language of nodes, so the backward pass needs no rule of its own: the adjoint of an
+expansion is a sum.
 """
 
 from __future__ import annotations

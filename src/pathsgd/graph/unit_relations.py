@@ -1,8 +1,8 @@
 """Factors of classes that are products of powers of others: behind a square or a product of activations, of
 keys against queries.
 
-A relation is ``x_out = x_a + x_b`` between logarithms of factors. Classes are divided into those that are free
-and those that follow from these, with integer powers, so that factors that are powers of two stay such.
+A relation is ``x_out = x_a + x_b`` between logarithms of factors. Classes are divided into those that are
+free and those that follow from these, with integer powers, so that factors that are powers of two stay such.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 FIXED = 0
 """The unit that cannot be rescaled: what is tied to it cannot be, either."""
+NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class Relations:
 
     def complete(self, x: Tensor) -> Tensor:
         """Logarithms or exponents of factors by class, from those of free classes."""
-        if not len(self.derived.of):
+        terms = self.derived
+        if not len(terms.of):
             return x
-        free = torch.where(self.is_free, x, 0)
-        return free.index_add(0, self.derived.of, free[self.derived.by] * self.derived.power.to(x.dtype))
+        return x.index_fill(0, terms.of, 0).index_add(0, terms.of, x[terms.by] * terms.power.to(x.dtype))
 
     def hold(self, held: Tensor) -> Tensor:
         """Which classes keep their factors if these do. All that a held one is a product of does."""
@@ -135,55 +136,83 @@ class Relations:
 
 
 def find_free(count: int, triples: Tensor, preferred: Tensor) -> Terms:
-    """Solves relations ``x_out = x_a + x_b``, given as columns (out, a, b).
+    """Solves relations ``x_out = x_a + x_b``, given as columns (out, a, b), by elimination in rounds.
 
     Args:
         count: of units.
-        triples: one relation in each column; all different, and none that only ties two units.
+        triples: one relation in each column.
         preferred: by unit, whether it is to be free rather than another.
 
     Returns:
-        The terms of the units that are not free. Those of a sum without terms are one of ``FIXED``.
+        The terms of the units that are not free. A sum of nothing has one term, ``FIXED``.
     """
-    numbers = torch.arange(triples.shape[1])
-    sides = [
-        Terms(numbers, ids, torch.full_like(ids, sign)) for ids, sign in zip(triples, (-1, 1, 1), strict=True)
-    ]
-    left = add_up(join_terms(sides))
+    number = torch.arange(triples.shape[1])
+    signs = zip(triples, (-1, 1, 1), strict=True)
+    left = add_up(join_terms([Terms(number, ids, torch.full_like(ids, sign)) for ids, sign in signs]))
     left = left.select(left.by != FIXED)
     solved: list[Terms] = []
     while len(left.of):
-        # A unit that one relation alone is left of can follow from the others there.
-        uses = torch.bincount(left.by, minlength=count)
-        usable = (uses[left.by] == 1) & (left.power.abs() == 1)
-        if not bool(usable.any()):
-            # Too entangled for this: what is left is not rescaled, which satisfies all relations.
+        is_pivot = _choose_pivots(left, count, preferred)
+        if not bool(is_pivot.any()):  # none has power 1: what is left stays as it is, which solves it
             solved.append(_fix(left.by.unique()))
             break
-        rank = torch.where(usable, left.by + count * (~preferred[left.by]).long(), -1)
-        best = rank.new_full((int(left.of.max()) + 1,), -1).scatter_reduce(0, left.of, rank, "amax")
-        is_pivot = usable & (rank == best[left.of])
-        pivot, sign = (
-            torch.zeros_like(best).index_put((left.of[is_pivot],), x[is_pivot]) for x in (left.by, left.power)
-        )
-        chosen = (best >= 0)[left.of]
-        others = left.select(chosen & ~is_pivot)
-        solved.append(Terms(pivot[others.of], others.by, -others.power * sign[others.of]))
-        alone = left.by[is_pivot & (torch.bincount(left.of)[left.of] == 1)]
-        solved.append(_fix(alone))
-        left = left.select(~chosen)
+        solving = torch.isin(left.of, left.of[is_pivot])
+        pivots = torch.zeros(int(left.of.max()) + 1, dtype=torch.int64)
+        power = pivots.index_put((left.of[is_pivot],), left.power[is_pivot])
+        pivots[left.of[is_pivot]] = left.by[is_pivot]
+        rest = left.select(solving & ~is_pivot)
+        found = Terms(pivots[rest.of], rest.by, -rest.power * power[rest.of])
+        alone = pivots[left.of[is_pivot]]
+        found = join_terms([found, _fix(alone[~torch.isin(alone, found.of)])])
+        solved.append(found)
+        left = _substitute(left.select(~solving), found)
     derived = join_terms([])
-    for terms in reversed(solved):  # those solved later are in terms of what is free
-        follows = torch.isin(terms.by, derived.of)
-        expanded = terms.select(follows).expand(derived)
-        derived = join_terms([derived, terms.select(~follows), expanded])
-    fixed = torch.isin(derived.by, derived.of)
-    assert not bool(fixed.any()), "a unit follows from one that is not free"
-    summed = add_up(derived)
-    gone = derived.of.unique()
-    return join_terms(
-        [summed.select(summed.by != FIXED), _fix(gone[~torch.isin(gone, summed.of[summed.by != FIXED])])]
-    )
+    for found in reversed(solved):  # what was solved later is in terms of what is free
+        derived = join_terms([derived, _substitute(found, derived, unique=False)])
+    nothing = derived.of.unique()
+    derived = derived.select(derived.by != FIXED)
+    return join_terms([derived, _fix(nothing[~torch.isin(nothing, derived.of)])])
+
+
+def _choose_pivots(left: Terms, count: int, preferred: Tensor) -> Tensor:
+    """Which terms to solve their relations for: at most one of each relation, in no other of these."""
+    uses = torch.bincount(left.by, minlength=count)
+    rank = left.by + count * (~preferred[left.by]).long() - 2 * count * uses[left.by]
+    rank = torch.where(left.power.abs() == 1, rank, NEVER)
+    relations = int(left.of.max()) + 1
+    best = rank.new_full((relations,), NEVER).scatter_reduce(0, left.of, rank, "amax")
+    is_best = (rank == best[left.of]) & (rank != NEVER)
+    first = rank.new_full((count,), relations).scatter_reduce(
+        0, left.by[is_best], left.of[is_best], "amin"
+    )  # by unit, the relation that is solved for it
+    is_pivot = is_best & (first[left.by] == left.of)
+    solved = torch.zeros(relations, dtype=torch.bool)
+    solved[left.of[is_pivot]] = True
+    others = solved[left.of] & ~is_pivot & (first[left.by] < relations)
+    later = torch.maximum(left.of[others], first[left.by[others]])
+    solved[later] = False
+    return is_pivot & solved[left.of]
+
+
+def _substitute(terms: Terms, found: Terms, unique: bool = True) -> Terms:
+    """Sums with what was found for some of their terms in the place of these; if they are relations, each
+    once."""
+    follows = torch.isin(terms.by, found.of)
+    terms = add_up(join_terms([terms.select(~follows), terms.select(follows).expand(found)]))
+    if not unique:
+        return terms
+    terms = terms.select(terms.by != FIXED)
+    if not len(terms.of):
+        return terms
+    # Relations are equal if sums of random numbers are, modulo 2^64.
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(1 << 62), 1 << 62, (int(terms.by.max()) + 1,), generator=generator)
+    sums = torch.zeros(int(terms.of.max()) + 1, dtype=torch.int64)
+    sums.index_add_(0, terms.of, terms.power * numbers[terms.by])
+    used = terms.of.unique()
+    _, place = sums[used].abs().unique(return_inverse=True)
+    first = torch.full_like(used, NEVER).scatter_reduce(0, place, -used, "amax").neg()[place]
+    return terms.select(torch.isin(terms.of, used[first == used]))
 
 
 def _fix(units: Tensor) -> Terms:

@@ -147,19 +147,16 @@ def _find_ties(triples: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The units that relations ``x_out = x_a + x_b`` tie, with a <= b: where one of the three is nothing, or
     where two relations have two in common."""
     out, a, b = triples
-    zero = torch.full_like(out, FIXED)
+    zero, doubled = torch.full_like(out, FIXED), a == b
     ties = [
-        (chosen, x[chosen], y[chosen])
-        for chosen, x, y in (
-            (a == FIXED, out, b), (out == a, b, zero), (out == b, a, zero), ((out == FIXED) & (a == b), a, zero),
-        )
+        (a == FIXED, out, b), (out == a, b, zero), (out == b, a, zero), (doubled & (out == FIXED), a, zero),
     ]  # fmt: skip
-    size = int(triples.max()) + 1 if triples.numel() else 1
-    doubled = a == b
     for first, second, third in (
-        (a, b, out), (torch.cat([out, out]), torch.cat([a, b]), torch.cat([b, a])), (out[doubled], zero[doubled], a[doubled]),
-    ):  # fmt: skip
-        key, order = (first * size + second).sort(stable=True)
-        again, third = key[1:] == key[:-1], third[order]
-        ties.append((again, third[1:][again], third[:-1][again]))
-    return [(x[x != y], y[x != y]) for _, x, y in ties if bool((x != y).any())]
+        (a, b, out),
+        (torch.cat([out, out]), torch.cat([a, b]), torch.cat([b, a])),
+        (out[doubled], zero[doubled], a[doubled]),
+    ):
+        key, order = (first * (int(triples.max()) + 1 if triples.numel() else 1) + second).sort(stable=True)
+        ties.append((key[1:] == key[:-1], third[order][1:], third[order][:-1]))
+    chosen = [(x[where & (x != y)], y[where & (x != y)]) for where, x, y in ties]
+    return [pair for pair in chosen if len(pair[0])]

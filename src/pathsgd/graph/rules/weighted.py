@@ -1,4 +1,5 @@
-"""Operators whose weights stand on edges: linear layers, convolutions, embeddings, products and sums."""
+"""Operators whose weights stand on edges: linear layers, convolutions, embeddings, sums, products entry by
+entry."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, broadcast, is_fixed, is_zero
-from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
+from pathsgd.graph.nodes import Conv, Shape, Weight, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, rule
 
@@ -49,113 +50,6 @@ def end_at_computed_weight(
     b.end(x, weight.reason)
     b.end(weight, weight.reason)
     return b.begin(call.shape if shape is None else shape, weight.reason, [x])
-
-
-@rule("matmul", "mm", "bmm", "mv", "dot")
-def matmul(b: Builder, call: Call) -> Value:
-    left: Value = call["self"]
-    right: Value = call.get("other", "mat2", "vec", "tensor")
-    if is_zero(left) or is_zero(right):
-        return replace(number(0), shape=call.shape)
-    return multiply_matrices(b, call, left, right)
-
-
-@rule("addmm", "baddbmm", "addbmm")
-def addmm(b: Builder, call: Call) -> Value:
-    left, right = call.get("mat1", "batch1"), call.get("mat2", "batch2")
-    result = b.times(multiply_matrices(b, call, left, right), call.get("alpha", default=1))
-    beta = call.get("beta", default=1)
-    if beta == 0:
-        return result
-    added: Value = call["self"]
-    if isinstance(added, Weight):
-        added = added.as_role("bias")
-    return b.add([result, times(b, call, added, number(beta))])
-
-
-def multiply_matrices(b: Builder, call: Call, left: Value, right: Value) -> Paths:
-    """A matrix product with an activation on one side and a weight (or a softmax) on the other."""
-    if isinstance(left, Paths) and left.mixes and isinstance(right, Paths) and len(b.shape(left)) > 1:
-        return attend(b, right, queries=b.shape(left)[-2], shape=call.shape)
-    if isinstance(left, Paths) and isinstance(right, Weight):
-        weight = right if len(right.shape) > 1 else b.reshape(right, (-1, 1))
-        rows = weight_matrix(b, call, weight, transpose=True)
-        return b.reshape(b.linear(left, rows), call.shape)
-    if isinstance(right, Paths) and isinstance(left, Weight):
-        weight = left if len(left.shape) > 1 else b.reshape(left, (1, -1))
-        rows = weight_matrix(b, call, weight, transpose=False)
-        ndim = len(b.shape(right))
-        x = right if ndim > 1 else b.reshape(right, (*b.shape(right), 1))
-        y = b.linear(_swap_last(b, x), rows)
-        return b.reshape(_swap_last(b, y), call.shape)
-    if not (isinstance(left, Paths) or isinstance(right, Paths)):
-        raise Ends("a weight computed from other tensors")
-    reason = next(
-        (v.reason for v in (left, right) if isinstance(v, Unknown)), f"{call.name} of two activations"
-    )
-    return b.multiply_activations([left, right], reason, call.shape, _name_axes(b, left, right))
-
-
-def _name_axes(b: Builder, left: Value, right: Value) -> str:
-    """The products of a matrix product, as for einsum; of one side, if only that carries paths."""
-    rows, columns = len(b.shape(left)), len(b.shape(right))
-    lead = "abcdefgh"[: max(rows, columns) - 2] if max(rows, columns) > 2 else ""
-    first = (lead[len(lead) - (rows - 2) :] if rows > 2 else "") + ("y" if rows == 1 else "xy")
-    second = (lead[len(lead) - (columns - 2) :] if columns > 2 else "") + ("y" if columns == 1 else "yz")
-    target = lead + "x" * (rows > 1) + "z" * (columns > 1)
-    own = [axes for value, axes in ((left, first), (right, second)) if isinstance(value, Paths)]
-    return f"{','.join(own)}->{target}"
-
-
-def weight_matrix(b: Builder, call: Call, weight: Weight, transpose: bool) -> Weight:
-    """A weight operand as the rows ``W[o, i]`` of a linear layer."""
-    *lead, _, _ = weight.shape
-    if any(n != 1 for n in lead):
-        raise Ends(f"{call.name} with a different weight matrix for each of several entries")
-    matrix = b.reshape(weight, weight.shape[-2:])
-    return b.permute(matrix, (1, 0)) if transpose else matrix
-
-
-def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
-    """``softmax(.) @ V``: linear in V with weights that sum to one, taken as an average over the keys.
-
-    The true weights depend on the data; any fixed ones that sum to one leave the rescalings of V and
-    of the output projection as they are, and these make the result that of average pooling.
-    """
-    if len(b.shape(values)) < 2:
-        raise Ends("a softmax applied to a vector")
-    keys = b.shape(values)[-2]
-    average = b.times(b.reduce(values, (len(b.shape(values)) - 2,)), 1 / max(keys, 1))
-    target = (*shape[:-2], queries, shape[-1]) if len(shape) > 1 else shape
-    lead = b.shape(average)
-    if len(target) < len(lead):
-        average = b.reshape(average, lead[-len(target) :])
-    return b.expand(average, target)
-
-
-@rule("scaled_dot_product_attention")
-def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
-    heads, reason = call.shape[:-2], "queries and keys of attention enter a softmax"
-    query, key, values = call["query"], *(_repeat_heads(b, call[name], heads) for name in ("key", "value"))
-    if not isinstance(values, Paths):
-        raise Ends("attention to values that are no activations")
-    lead = "abcdefgh"[: len(heads)]
-    own = [lead + axes for value, axes in ((query, "xy"), (key, "zy")) if isinstance(value, Paths)]
-    shape = (*heads, call.shape[-2], b.shape(key)[-2])
-    scores = b.multiply_activations([query, key], reason, shape, f"{','.join(own)}->{lead}xz")
-    b.end(scores, reason)
-    return attend(b, values, call.shape[-2], call.shape)
-
-
-def _repeat_heads(b: Builder, value: Value, heads: Shape) -> Value:
-    """Keys or values of groups of queries, for each of these."""
-    own = b.shape(value)[:-2]
-    if own == heads or not isinstance(value, Paths):
-        return value
-    if own[:-1] != heads[:-1] or heads[-1] % own[-1]:
-        return b.expand(value, (*heads, *b.shape(value)[-2:]))
-    index = tuple(k // (heads[-1] // own[-1]) for k in range(heads[-1]))
-    return b.axis_map(value, len(own) - 1, Window("gather", own[-1], heads[-1], index=index))
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -283,8 +177,3 @@ def add(b: Builder, call: Call) -> Value:
 def addcmul(b: Builder, call: Call) -> Value:
     product = times(b, call, call["tensor1"], call["tensor2"])
     return b.add([call["self"], times(b, call, product, call.get("value", default=1))])
-
-
-def _swap_last(b: Builder, x: Paths) -> Paths:
-    ndim = len(b.shape(x))
-    return b.permute(x, (*range(ndim - 2), ndim - 1, ndim - 2))
