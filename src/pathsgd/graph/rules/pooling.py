@@ -177,10 +177,10 @@ def upsample_smoothly(b: Builder, call: Call) -> Value:
     operator = getattr(torch.ops.aten, call.name).default
     for axis, dim in enumerate((2, 3)):
         n, out = b.shape(x)[dim], call.shape[dim]
-        columns = torch.eye(n, dtype=torch.float64, device="cpu").reshape(1, n, n, 1)
-        rows = operator(columns, [out, 1], bool(call["align_corners"]), _factor(call, axis), None)[
-            0, :, :, 0
-        ].t()
+        # One channel for each entry: what it becomes is its column.
+        entries = torch.eye(n, dtype=torch.float64, device="cpu").reshape(1, n, 1, n)
+        resized = operator(entries, [1, out], bool(call["align_corners"]), None, _factor(call, axis))
+        rows = resized[0, :, 0].t()
         places = [row.nonzero().flatten().tolist() for row in rows]
         parts = []
         for k in range(max(map(len, places))):

@@ -146,7 +146,8 @@ def largest(b: Builder, call: Call) -> list[Value]:
     x = call.paths("self")
     ndim = len(b.shape(x))
     dim = call.get("dim", default={"msort": 0, "topk": -1, "sort": -1}.get(call.name))
-    y = b.reduce(x, [dim % ndim] if dim is not None else range(ndim))
+    dims = [dim % ndim] if dim is not None and ndim else list(range(ndim))
+    y = b.reduce(x, dims) if dims else x
     y = b.expand(y, call.shape) if len(call.shape) == ndim else b.reshape(y, call.shape)
     return [y, y] if call.name == "aminmax" else [y]
 
