@@ -182,15 +182,18 @@ def write_slice(b: Builder, call: Call) -> Value:
         places = range(size)[call["index"] :][:1]
     else:
         places = range(size)[slice(call.get("start"), call.get("end"), call.get("step"))]
-    there = tuple(-1 if k in places else k for k in range(size))
-    written = tuple(places.index(k) if k in places else -1 for k in range(size))
     src = b.reshape(call["src"], (*call.shape[:dim], len(places), *call.shape[dim + 1 :]))
-    parts = [
-        b.axis_map(b.paths(value), dim, Window("gather", b.shape(value)[dim], size, index=index))
-        for value, index in ((call["self"], there), (src, written))
-        if not is_zero(value)
-    ]
-    return b.add(parts) if parts else call["self"]
+    index, parts, taken = [-1] * size, [], 0
+    for value, into in ((call["self"], range(size)), (src, places)):
+        for k, place in enumerate(into):
+            index[place] = -1 if is_zero(value) else taken + k
+        if not is_zero(value):
+            parts.append(b.paths(value))
+            taken += len(into)
+    if not parts:
+        return call["self"]
+    whole = parts[0] if len(parts) == 1 else b.cat(parts, dim)
+    return b.axis_map(whole, dim, Window("gather", taken, size, index=tuple(index)))
 
 
 @rule("diagonal", moves=True)
