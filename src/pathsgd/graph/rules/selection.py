@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_fixed, is_zero
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_fixed, is_zero, parameters_of
 from pathsgd.graph.nodes import Shape, Weight, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, Result, rule
 from pathsgd.graph.rules.weighted import embedding, times
+
+MASK = "a mask"
 
 # By indices
 
@@ -160,10 +162,23 @@ def compare(b: Builder, call: Call) -> Value:
     """No rescaling changes how a unit compares with zero, or with a unit that is rescaled with it."""
     left, right = call["self"], call["other"]
     pair = [v for v in (left, right) if not (is_zero(v) if isinstance(v, Weight) else v == 0)]
-    if not all(isinstance(value, Paths) for value in pair) or not pair:
-        raise Ends("a comparison with something other than zero")
-    b.add(pair)  # a sum that nobody reads: its summands are rescaled together
-    return Unknown(call.shape, False, "a mask")
+    if any(not isinstance(v, Paths) and parameters_of(v) for v in pair):
+        raise Ends("a mask computed from a weight")
+    if all(isinstance(v, Paths) for v in pair) and pair:
+        b.add(pair)  # a sum that nobody reads: its summands are rescaled together
+    else:
+        for v in pair:
+            b.end(v, "a comparison with something other than zero")
+    return Unknown(call.shape, False, MASK)
+
+
+@rule("logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or",
+      "__and__", "__or__")  # fmt: skip
+def combine(b: Builder, call: Call) -> Value:
+    masks = [call["self"], *([call["other"]] if "other" in call.arguments else [])]
+    if not all(isinstance(v, Unknown) and v.reason == MASK for v in masks):
+        raise Ends(f"{call.name} of values that are no masks")
+    return Unknown(call.shape, False, MASK)
 
 
 @rule("sign", "sgn")
