@@ -133,6 +133,7 @@ REST = {
     "the largest that are kept": lambda n, x, h: torch.where(h >= h.topk(3, -1).values[..., -1:], h, 0.0),
     "compared with zero": lambda n, x, h: torch.where(n.spare(h) > 0, h, 0.1 * h),
     "masks together": lambda n, x, h: h.masked_fill((x[..., :1] > 0.5) & ~(h > n.spare(h)), 0),
+    "a sparse matrix": lambda n, x, h: h + torch.sparse.mm((x[0] @ x[0].t()).to_sparse(), h[0]),
     "a mask token": lambda n, x, h: torch.where(x[..., :1] > 0, n.spare(h), n.table[0]),
     "var": lambda n, x, h: h.var(1, keepdim=True),
     "rows of a table": lambda n, x, h: h + n.table[chosen_times(x)],

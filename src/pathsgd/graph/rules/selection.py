@@ -16,7 +16,7 @@ from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_fixed
 from pathsgd.graph.nodes import Shape, Weight, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, Result, rule
-from pathsgd.graph.rules.weighted import embedding, times
+from pathsgd.graph.rules.weighted import attend, embedding, times
 
 MASK = "a mask"
 
@@ -113,6 +113,12 @@ def move_places(b: Builder, call: Call) -> Value:
     places = range(2 if sampled else len(call.shape) - len(call["output_size"]), len(call.shape))
     shape = b.shape(x) if sampled else call.shape
     return b.expand(_shares(b, x, places, math.prod(shape[d] for d in places)), call.shape)
+
+
+@rule("_sparse_mm")
+def sparse_mm(b: Builder, call: Call) -> Value:
+    """A sparse matrix as attention: which entries it has is not asked."""
+    return attend(b, call.paths("dense"), call.shape[0], call.shape)
 
 
 def _first_new_axis(dims: Sequence[int]) -> int:
