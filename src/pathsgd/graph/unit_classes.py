@@ -279,8 +279,9 @@ class _Search:
         if kind != "gather":
             return self.ties.tie_along(ids, [dim])
         # A place that is filled with zeros belongs to no other unit.
-        extra = self.ties.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
-        places = torch.tensor([i if i >= 0 else ids.shape[dim] for i in index])
+        zeros = iter(range(ids.shape[dim], ids.shape[dim] + index.count(-1)))
+        extra = self.ties.fresh((*ids.shape[:dim], index.count(-1), *ids.shape[dim + 1 :]))
+        places = torch.tensor([i if i >= 0 else next(zeros) for i in index])
         return torch.cat([ids, extra], dim).index_select(dim, places)
 
     def cat(self, node: Node, inputs: list[Tensor], dim: int) -> Tensor:

@@ -13,8 +13,9 @@ from pathsgd.graph.rules import (  # noqa: F401
     normalisation,
     pooling,
     recurrent,
+    selection,
     weighted,
-)  # fmt: skip
+)
 from pathsgd.graph.rules.activations import why_it_ends as why_it_ends
 from pathsgd.graph.rules.registry import RULES as RULES
 from pathsgd.graph.rules.registry import Call as Call

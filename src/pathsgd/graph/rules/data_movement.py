@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
-from pathsgd.graph.nodes import Window, number
+import torch
+
+from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_zero
+from pathsgd.graph.nodes import Reshape, Stored, Weight, Window, number
 from pathsgd.graph.rules.registry import Call, rule
 
 
@@ -101,12 +104,20 @@ def split_value(b: Builder, value: Value, dim: int, lengths: Sequence[int]) -> l
     return [b.slice(value, dim, s, n) for s, n in zip(starts, lengths, strict=True)]
 
 
-@rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", moves=True)
+@rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split",
+      "unsafe_split_with_sizes", "chunk", "unsafe_chunk", "tensor_split", moves=True)  # fmt: skip
 def split(b: Builder, call: Call) -> list[Value]:
     value: Value = call["self"]
     dim = call.get("dim", default=0) % len(b.shape(value))
     size = b.shape(value)[dim]
-    if call.name == "chunk":
+    each: Any
+    if call.name == "tensor_split":
+        ends = call.get("indices")
+        n = call.get("sections", default=1)
+        ends = [k * (size // n) + min(k, size % n) for k in range(1, n)] if ends is None else ends
+        places = [range(size)[start:end] for start, end in zip([0, *ends], [*ends, size], strict=True)]
+        return [b.slice(value, dim, p.start, len(p)) for p in places]
+    if "chunk" in call.name:
         each = max(-(-size // call["chunks"]), 1)
     else:
         each = call.get("split_size", "split_sizes")
@@ -143,6 +154,131 @@ def join(b: Builder, values: Sequence[Value], dim: int) -> Value:
     # torch lets an empty vector join anything.
     full = [value for value in values if b.shape(value) != (0,)]
     return b.cat([b.paths(value) for value in full], dim)
+
+
+@rule("hstack", "vstack", moves=True)
+def stack_along(b: Builder, call: Call) -> Value:
+    values: list[Value] = call["tensors"]
+    if call.name == "vstack":
+        values = [b.reshape(v, (1, -1)) if len(b.shape(v)) == 1 else v for v in values]
+    return join(b, values, 1 if call.name == "hstack" and len(call.shape) > 1 else 0)
+
+
+@rule("copy", moves=True, ignores=("self",))
+def copy_over(b: Builder, call: Call) -> Value:
+    if not call.floating:
+        raise Ends("a cast to integers is not positively homogeneous")
+    return b.expand(b.paths(call["src"]), call.shape)
+
+
+@rule("slice_scatter", "select_scatter", moves=True)
+def write_slice(b: Builder, call: Call) -> Value:
+    """What is written into some places of an axis, and what was there in the others."""
+    if not call.floating:
+        raise Ends("a tensor of integers")
+    dim = call.get("dim", default=0) % len(call.shape)
+    size = call.shape[dim]
+    if call.name == "select_scatter":
+        places = range(size)[call["index"] :][:1]
+    else:
+        places = range(size)[slice(call.get("start"), call.get("end"), call.get("step"))]
+    src = b.reshape(call["src"], (*call.shape[:dim], len(places), *call.shape[dim + 1 :]))
+    index, parts, taken = [-1] * size, [], 0
+    for value, into in ((call["self"], range(size)), (src, places)):
+        for k, place in enumerate(into):
+            index[place] = -1 if is_zero(value) else taken + k
+        if not is_zero(value):
+            parts.append(b.paths(value))
+            taken += len(into)
+    if not parts:
+        return call["self"]
+    whole = parts[0] if len(parts) == 1 else b.cat(parts, dim)
+    return b.axis_map(whole, dim, Window("gather", taken, size, index=tuple(index)))
+
+
+@rule("diagonal", moves=True)
+def diagonal(b: Builder, call: Call) -> Value:
+    x = call.paths("self")
+    ndim = len(b.shape(x))
+    rows, columns = call["dim1"] % ndim, call["dim2"] % ndim
+    x = b.permute(x, [*(d for d in range(ndim) if d not in (rows, columns)), rows, columns])
+    *lead, n, m = b.shape(x)
+    first = max(call["offset"], 0) - m * min(call["offset"], 0)
+    index = tuple(first + k * (m + 1) for k in range(call.shape[-1]))
+    return b.axis_map(
+        b.reshape(x, (*lead, n * m)), ndim - 2, Window("gather", n * m, len(index), index=index)
+    )
+
+
+@rule("unfold", moves=True)
+def unfold(b: Builder, call: Call) -> Value:
+    """Windows of one axis, the entries of each along a new last axis."""
+    x = call.paths("self")
+    ndim = len(b.shape(x))
+    dim, size = call["dimension"] % max(ndim, 1), call["size"]
+    x = take_windows(b, x, dim, [k * call["step"] for k in range(call.shape[dim])], range(size))
+    return b.permute(x, [*(d for d in range(ndim + 1) if d != dim + 1), dim + 1])
+
+
+def take_windows(b: Builder, x: Paths, dim: int, starts: Sequence[int], taps: Sequence[int]) -> Paths:
+    """The entries of an axis at ``start + tap``, by start and then by tap along a new axis; zeros outside."""
+    shape = b.shape(x)
+    n = shape[dim]
+    index = tuple(s + t if 0 <= s + t < n else -1 for s in starts for t in taps)
+    x = b.axis_map(x, dim, Window("gather", n, len(index), index=index))
+    return b.reshape(x, (*shape[:dim], len(starts), len(taps), *shape[dim + 1 :]))
+
+
+@rule("im2col")
+def im2col(b: Builder, call: Call) -> Value:
+    """Patches of an image, as a convolution reads them."""
+    x = call.paths("self")
+    n = len(b.shape(x)) - 2
+    for k, dim in enumerate((n, n + 2)):
+        starts, taps = _patches(call, k, b.shape(x)[dim])
+        x = take_windows(b, x, dim, starts, taps)
+    # (..., rows, row taps, columns, column taps)
+    return b.reshape(b.permute(x, (*range(n), n + 1, n + 3, n, n + 2)), call.shape)
+
+
+@rule("col2im")
+def col2im(b: Builder, call: Call) -> Value:
+    """The sum of patches, each laid where im2col takes it from: one summand for each entry of a patch."""
+    x, sizes = call.paths("self"), call["output_size"]
+    (rows, row_taps), (columns, column_taps) = (_patches(call, k, sizes[k]) for k in (0, 1))
+    lead = call.shape[:-2]
+    n = len(lead)
+    x = b.reshape(x, (*lead, len(row_taps), len(column_taps), len(rows), len(columns)))
+    parts = []
+    for i, j in itertools.product(range(len(row_taps)), range(len(column_taps))):
+        part = b.reshape(b.slice(b.slice(x, n, i, 1), n + 1, j, 1), (*lead, len(rows), len(columns)))
+        for dim, starts, tap in ((n, rows, row_taps[i]), (n + 1, columns, column_taps[j])):
+            places = {start + tap: k for k, start in enumerate(starts)}
+            index = tuple(places.get(k, -1) for k in range(sizes[dim - n]))
+            part = b.axis_map(part, dim, Window("gather", len(starts), len(index), index=index))
+        parts.append(part)
+    return b.add(parts)
+
+
+def _patches(call: Call, axis: int, size: int) -> tuple[range, range]:
+    """Where patches start along an axis, and how far from there their entries are."""
+    kernel, dilation, padding, stride = (
+        call[name][axis % len(call[name])] for name in ("kernel_size", "dilation", "padding", "stride")
+    )
+    reach = dilation * (kernel - 1)
+    return range(-padding, size + padding - reach, stride), range(0, reach + 1, dilation)
+
+
+@rule("tril", "triu", moves=True)
+def triangle(b: Builder, call: Call) -> Value:
+    """A mask of ones and zeros, also on a weight."""
+    shape = call.shape[-2:]
+    ones = getattr(torch, call.name)(torch.ones(shape, device="cpu"), call["diagonal"])
+    mask = Stored(shape, literal=tuple(ones.flatten().tolist()), views=(Reshape(shape),))
+    value = call["self"]
+    if isinstance(value, Weight):
+        return replace(value, factors=(*value.factors, mask))
+    return b.multiply(call.paths("self"), Weight(shape, None, (mask,), "constant"))
 
 
 @rule("flip", moves=True)
@@ -189,10 +325,14 @@ def shuffle(b: Builder, call: Call) -> Value:
     return b.reshape(x, call.shape)
 
 
-@rule("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-      "scalar_tensor", moves=True, ignores=("self",))  # fmt: skip
+@rule("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
+      "empty", "empty_like", "new_empty", "zero", "fill", "scalar_tensor", moves=True,
+      ignores=("self",))  # fmt: skip
 def fill(b: Builder, call: Call) -> Value:
-    value: Any = call.get("fill_value", "s", default=0.0)
+    """Memory that is empty is written before it is read, so it may hold zeros."""
+    value: Any = call.get("fill_value", "value", "s", default=0.0)
+    if isinstance(value, (Paths, Weight)) and call.floating:
+        return b.expand(value, call.shape)
     if "zeros" in call.name:
         value = 0.0
     elif "ones" in call.name:

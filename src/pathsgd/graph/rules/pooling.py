@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Value
-from pathsgd.graph.nodes import Shape, Window, number
+from pathsgd.graph.nodes import Reshape, Shape, Stored, Weight, Window, number
 from pathsgd.graph.rules.registry import Call, rule
 
 
@@ -24,14 +24,36 @@ def reduce_to(b: Builder, x: Paths, dims: Sequence[int] | None, shape: Shape, av
     return b.reshape(y, shape)
 
 
-@rule("mean")
+@rule("mean", "nanmean")
 def mean(b: Builder, call: Call) -> Value:
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape, average=True)
 
 
-@rule("sum")
+@rule("sum", "nansum")
 def total(b: Builder, call: Call) -> Value:
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
+
+
+@rule("std", "std_mean", "var", "var_mean")
+def spread(b: Builder, call: Call) -> Value | list[Value]:
+    """A standard deviation is positively homogeneous, a variance as a square is: weighted as the mean is."""
+    x = call.paths("self")
+    for name in ("correction", "unbiased"):
+        call.ignore(name)
+    measured = b.square(x) if "var" in call.name else x
+    y = reduce_to(b, measured, call.get("dim"), call.shape, average=True)
+    if "mean" not in call.name:
+        return y
+    return [y, reduce_to(b, x, call.get("dim"), call.shape, average=True)]
+
+
+@rule("cumsum", "cummax", "cummin")
+def cumulate(b: Builder, call: Call) -> list[Value]:
+    """A sum over a window that reaches back to the start."""
+    x = call.paths("self")
+    n = call.shape[call["dim"]] if call.shape else 1
+    window = Window("sum", n, n, kernel=n, padding=max(n - 1, 0))
+    return [b.axis_map(x, call["dim"] % len(call.shape), window) if n > 1 else x]
 
 
 def _axes(call: Call) -> int:
@@ -139,7 +161,7 @@ def _source_place(j: int, n: int, mode: str) -> int:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
       "_upsample_nearest_exact3d")  # fmt: skip
 def upsample_nearest(b: Builder, call: Call) -> Value:
-    x = _upsample_input(call)
+    x = _upsample_input(b, call)
     exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -148,9 +170,33 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
     return x
 
 
+@rule("upsample_bicubic2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa")
+def upsample_smoothly(b: Builder, call: Call) -> Value:
+    """Each place is a sum over its neighbours, with weights of both signs: as torch computes them."""
+    x = _upsample_input(b, call)
+    operator = getattr(torch.ops.aten, call.name).default
+    for axis, dim in enumerate((2, 3)):
+        n, out = b.shape(x)[dim], call.shape[dim]
+        # One channel for each entry: what it becomes is its column.
+        entries = torch.eye(n, dtype=torch.float64, device="cpu").reshape(1, n, 1, n)
+        resized = operator(entries, [1, out], bool(call["align_corners"]), None, _factor(call, axis))
+        rows = resized[0, :, 0].t()
+        places = [row.nonzero().flatten().tolist() for row in rows]
+        parts = []
+        for k in range(max(map(len, places))):
+            index = tuple(own[k] if k < len(own) else -1 for own in places)
+            weights = tuple(float(row[i]) if i >= 0 else 0.0 for row, i in zip(rows, index, strict=True))
+            shape = (out,) + (1,) * (3 - dim)
+            literal = Stored(shape, literal=weights, views=(Reshape(shape),))
+            moved = b.axis_map(x, dim, Window("gather", n, out, index=index))
+            parts.append(b.multiply(moved, Weight(shape, None, (literal,), "constant")))
+        x = b.add(parts)
+    return x
+
+
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 def upsample_linear(b: Builder, call: Call) -> Value:
-    x = _upsample_input(call)
+    x = _upsample_input(b, call)
     align = bool(call["align_corners"])
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -161,8 +207,11 @@ def upsample_linear(b: Builder, call: Call) -> Value:
     return x
 
 
-def _upsample_input(call: Call) -> Paths:
-    return call.paths("input" if "input" in call.arguments else "self")
+def _upsample_input(b: Builder, call: Call) -> Paths:
+    """What is resized; a parameter (learned positions) is edges from the constant unit."""
+    name = "input" if "input" in call.arguments else "self"
+    value = call[name]
+    return b.paths(value.as_role("bias")) if isinstance(value, Weight) else call.paths(name)
 
 
 def _nearest_places(size: int, out: int, factor: float | None, exact: bool) -> Shape:
