@@ -34,6 +34,8 @@ class Unknown:
 
 
 Value = Paths | Weight | Unknown
+MASK = "a mask"
+"""The reason of a value that is true or false whatever rescaling: a product with it may show all there is."""
 V = TypeVar("V", bound=Value)
 
 

@@ -14,11 +14,14 @@ from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
 from pathsgd.graph.rules import RULES, Call, why_it_ends
+from pathsgd.graph.rules.selection import Index, as_index, join
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 LARGEST_LITERAL = 1 << 16
+INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
+"""Operators that call a program inside the program."""
 
 
 def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
@@ -54,6 +57,7 @@ class _Lowering:
         self.builder = builder
         self.program = program
         self.values: dict[fx.Node, Any] = {}
+        self.numbers: dict[fx.Node, Tensor] = {}
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)
@@ -81,6 +85,8 @@ class _Lowering:
             self.values[node] = self.builder.begin(shape, "input")
         else:
             self.values[node] = self._literal(spec.target or "", shape, value)
+            if isinstance(self.values[node], Index):
+                self.numbers[node] = self.program.constants[spec.target or ""]
 
     def _literal(self, spec_target: str, shape: tuple[int, ...], fake: Tensor) -> Weight | Unknown:
         """A tensor written in the model's code, by its numbers; anything else carries no path."""
@@ -92,6 +98,8 @@ class _Lowering:
                     shape, None, (Stored(shape, literal=numbers, views=(Reshape(shape),)),), "constant"
                 )
             return Unknown(shape, True, "a large tensor the model keeps outside its buffers")
+        if isinstance(constant, Tensor) and not constant.is_meta and constant.numel() <= LARGEST_LITERAL:
+            return as_index(constant)
         return Unknown(shape, fake.is_floating_point(), "a tensor of integers")
 
     def call(self, node: fx.Node) -> None:
@@ -100,6 +108,11 @@ class _Lowering:
             return
         if node.meta.get("val") is None:
             return  # an assertion: it returns nothing, so it is no part of the function
+        if self._is_inner(node):
+            self._inner(node)
+            return
+        if self._integers(node):
+            return
         builder = self.builder
         stack = node.meta.get("nn_module_stack") or {}
         builder.where = own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
@@ -120,6 +133,58 @@ class _Lowering:
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
+
+    def _is_inner(self, node: fx.Node) -> bool:
+        name = getattr(node.target, "__name__", str(node.target))
+        return name in INNER and any(n.op == "get_attr" for n in node.all_input_nodes)
+
+    def _inner(self, node: fx.Node) -> None:
+        """A program inside the program, of autocast, no_grad or branches. Both branches count."""
+        flat: list[Any] = [
+            a for arg in node.args for a in (arg if isinstance(arg, (tuple, list)) else (arg,))
+        ]
+        programs = [k for k, a in enumerate(flat) if isinstance(a, fx.Node) and a.op == "get_attr"]
+        inputs = flat[programs[-1] + 1 :]
+        results = []
+        for k in programs:
+            module: Any = self.program.graph_module.get_submodule(str(flat[k].target))
+            results.append(self._run_inner(module.graph, inputs))
+        merged = []
+        for k, values in enumerate(zip(*results, strict=True)):
+            fake = node.meta["val"][k]
+            call = Call("cond", {}, tuple(map(int, fake.shape)), fake.is_floating_point())
+            try:
+                merged.append(values[0] if len(values) == 1 else join(self.builder, call, values))
+            except Ends as reason:
+                for value in values:
+                    self.builder.end(value, str(reason))
+                merged.append(
+                    self.builder.begin(call.shape, str(reason), [v for v in values if isinstance(v, Paths)])
+                )
+        self.values[node] = merged
+
+    def _run_inner(self, graph: fx.Graph, inputs: list[Any]) -> list[Any]:
+        given = iter(inputs)
+        for inner in graph.nodes:
+            if inner.op == "placeholder":
+                self.values[inner] = self._value(next(given))
+            elif inner.op == "call_function":
+                self.call(inner)
+        results: Any = graph.output_node().args[0]
+        return [self._value(result) for result in results]
+
+    def _integers(self, node: fx.Node) -> bool:
+        """Indices that the code computes of constants alone, by their numbers."""
+        fake = node.meta["val"]
+        if not isinstance(fake, Tensor) or fake.is_floating_point() or fake.numel() > LARGEST_LITERAL:
+            return False
+        if fake.is_meta or not all(k in self.numbers for k in node.all_input_nodes):
+            return False
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.numbers.__getitem__)
+        operator: Any = node.target
+        self.numbers[node] = operator(*args, **kwargs)
+        self.values[node] = as_index(self.numbers[node])
+        return True
 
     def outputs(self, node: fx.Node) -> list[Any]:
         """Returns what the model returns. Whatever else leaves it (a buffer it writes) ends there as well."""

@@ -10,18 +10,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_fixed, is_zero, parameters_of
-from pathsgd.graph.nodes import Shape, Weight, number
+import torch
+from torch import Tensor
+
+from pathsgd.graph.builder import MASK, Builder, Ends, Paths, Unknown, Value, is_fixed, is_zero, parameters_of
+from pathsgd.graph.nodes import Shape, Weight, Window, number
+from pathsgd.graph.rules.matrix_products import attend
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, Result, rule
-from pathsgd.graph.rules.matrix_products import attend
 from pathsgd.graph.rules.weighted import embedding, times
 
-MASK = "a mask"
-
 # By indices
+
+
+@dataclass(frozen=True)
+class Index(Unknown):
+    """Indices written in the code, which choose the same entries whatever the input."""
+
+    numbers: Shape = ()
+
+
+def as_index(numbers: Tensor) -> Index:
+    flat = tuple(map(int, numbers.detach().flatten().tolist())) if numbers.dtype != torch.bool else ()
+    return Index(tuple(numbers.shape), False, "a tensor of integers", numbers=flat)
 
 
 @rule("index")
@@ -30,6 +44,9 @@ def index(b: Builder, call: Call) -> Result:
     dims = [d for d, at in enumerate(call["indices"]) if at is not None]
     if not isinstance(x, Paths):
         return _look_up(b, call, x, dims)
+    at = call["indices"][dims[0]]
+    if len(dims) == 1 and isinstance(at, Index) and at.numbers:
+        return b.reshape(_gather(b, x, dims[0], at), call.shape)
     mean = _shares(b, x, dims, math.prod(b.shape(x)[d] for d in dims))
     kept = [n for d, n in enumerate(b.shape(mean)) if d not in dims]
     first = _first_new_axis(dims)
@@ -50,8 +67,16 @@ def take(b: Builder, call: Call) -> Result:
         return b.reshape(b.expand(x, (*before, repeats, *after)), call.shape)
     if not isinstance(x, Paths):
         return _look_up(b, call, x, [dim] if call.name == "index_select" else [])
+    if call.name == "index_select" and isinstance(call["index"], Index):
+        return _gather(b, x, dim, call["index"])
     x = _shares(b, x, [dim], b.shape(x)[dim])
     return _fit(b, x, call.shape, dim) if call.name == "gather" else b.expand(x, call.shape)
+
+
+def _gather(b: Builder, x: Paths, dim: int, at: Index) -> Paths:
+    size = b.shape(x)[dim]
+    index = tuple(k % size for k in at.numbers)
+    return b.axis_map(x, dim, Window("gather", size, len(index), index=index))
 
 
 def _look_up(b: Builder, call: Call, table: Value, dims: list[int]) -> Result:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, broadcast, is_fixed, is_zero
+from pathsgd.graph.builder import MASK, Builder, Ends, Paths, Unknown, Value, broadcast, is_fixed, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, number
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, rule
@@ -123,6 +123,8 @@ def times(b: Builder, call: Call, left: Any, right: Any) -> Value:
         x, weight = (left, right) if isinstance(left, Paths) else (right, left)
         assert isinstance(x, Paths)
         if isinstance(weight, Unknown):
+            if weight.reason == MASK:
+                return b.expand(x, broadcast(b.shape(x), weight.shape))  # what it may show counts
             return b.multiply_activations([x, weight], weight.reason, broadcast(b.shape(x), weight.shape))
         assert isinstance(weight, Weight)
         if is_fixed(weight) and weight.shape == () and all(f.literal == (1.0,) for f in weight.factors):
