@@ -4,12 +4,13 @@ from."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 import pathsgd
-from pathsgd.graph.nodes import Conv, Linear, Weighted
+from pathsgd.graph.nodes import Conv, Linear, Multiply, Weighted
 from pathsgd.graph.unit_classes import FIXED, UnitClasses
 
 OTHER = "tied to what cannot be rescaled"
@@ -17,8 +18,8 @@ OTHER = "tied to what cannot be rescaled"
 
 
 def find_causes(graph: pathsgd.PathGraph, units: UnitClasses) -> tuple[Counter[str], Counter[str]]:
-    """How many weights of those without any symmetry have which cause, behind them and before them. Of several
-    the nearest counts."""
+    """How many of the weights without any symmetry have which cause, behind them and before them. Of
+    several causes the nearest counts."""
     behind: Counter[str] = Counter()
     before: Counter[str] = Counter()
     uses: dict[str, list[int]] = {}
@@ -41,34 +42,44 @@ def find_causes(graph: pathsgd.PathGraph, units: UnitClasses) -> tuple[Counter[s
 
 def count_fixed(shape: tuple[int, ...], units: UnitClasses, name: str) -> int:
     """The number of entries that no rescaling changes."""
-    return int((~has_symmetry(shape, units, name)[0] & ~has_symmetry(shape, units, name)[1]).sum())
+    head, tail = has_symmetry(shape, units, name)
+    return int((~head & ~tail).sum())
 
 
 def has_symmetry(shape: tuple[int, ...], units: UnitClasses, name: str) -> tuple[Tensor, Tensor]:
     """Whether there is one where an entry leads to, and where it comes from; by entry."""
-    import torch
-
     if name not in units.parameters:
         return torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     edge = units.parameters[name]
     return (edge.head != FIXED).expand(shape), (edge.tail != FIXED).expand(shape)
 
 
-def _find_end(graph: pathsgd.PathGraph, start: list[int], readers: list[list[int]]) -> str:
+def _find_end(graph: pathsgd.PathGraph, start: list[int], readers: Sequence[Sequence[int]]) -> str:
     for k in _walk(graph, start, readers):
         if k in graph.ends:
             return graph.ends[k]
+        if k not in start and _has_running_statistics(graph, k):
+            return "batch norm by running statistics"
     return OTHER
 
 
-def _find_begin(graph: pathsgd.PathGraph, start: list[int], sources: list[tuple[int, ...]]) -> str:
+def _has_running_statistics(graph: pathsgd.PathGraph, k: int) -> bool:
+    operation = graph.nodes[k].operation
+    return isinstance(operation, Multiply) and any(
+        factor.inverse_sigma is not None for factor in operation.weight.factors
+    )
+
+
+def _find_begin(graph: pathsgd.PathGraph, start: list[int], sources: Sequence[Sequence[int]]) -> str:
     for k in _walk(graph, start, sources):
         if not graph.nodes[k].inputs and hasattr(graph.nodes[k].operation, "reason"):
             return graph.nodes[k].operation.reason
     return OTHER
 
 
-def _walk(graph: pathsgd.PathGraph, start: Iterable[int], following: list) -> Iterable[int]:
+def _walk(
+    graph: pathsgd.PathGraph, start: Sequence[int], following: Sequence[Sequence[int]]
+) -> Iterator[int]:
     """The nodes from these on, nearest first, up to the next matrix."""
     waiting, known = list(start), set(start)
     for k in waiting:

@@ -40,6 +40,12 @@ T5 = {
     "d_model": WIDTH, "d_kv": 16, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS,
     "vocab_size": TOKENS, "use_cache": False, "decoder_start_token_id": 0,
 }  # fmt: skip
+SERIES = {
+    "d_model": 32, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER,
+    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 4], "num_time_features": 2,
+    "use_cache": False,
+}  # fmt: skip
 PATCHES = {
     "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "image_size": 32, "patch_size": 8, "num_labels": 5,
@@ -188,7 +194,7 @@ DECODERS: dict[str, Builder] = {
     "Mixtral, experts in a loop": _model(
         "mixtral", **{**BATCHED, "experts_implementation": "eager"}, num_local_experts=4
     ),
-    "Mixtral, grouped experts": _model(
+    "Mixtral, grouped experts, fp32": _model(
         "mixtral", **{**BATCHED, "experts_implementation": "grouped_mm"}, num_local_experts=4
     ),
     "Gemma": _model("gemma", **GROUPED, head_dim=16),
@@ -221,7 +227,9 @@ DECODERS: dict[str, Builder] = {
         vocab_size=TOKENS, use_cache=False,
     ),
     "OPT": _model("opt", **DECODER, ffn_dim=INNER, word_embed_proj_dim=WIDTH),
-    "Bloom": _model("bloom", hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=TOKENS, use_cache=False),
+    "Bloom": _model(
+        "bloom", hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=TOKENS, use_cache=False
+    ),
     "Falcon": _model("falcon", **DECODER, ffn_hidden_size=INNER),
     "MPT": _model(
         "mpt", d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, expansion_ratio=2, max_seq_len=32,
@@ -254,7 +262,9 @@ ENCODERS: dict[str, Builder] = {
         vocab_size=TOKENS, max_position_embeddings=32,
     ),
     "ALBERT": _model("albert", _sequence, **ENCODER, embedding_size=32),
-    "ModernBERT": _model("modernbert", _masked, **ENCODER, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
+    "ModernBERT": _model(
+        "modernbert", _masked, **ENCODER, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2
+    ),
     "DeBERTa-v2": _model(
         "deberta-v2", _sequence, **ENCODER, relative_attention=True, pos_att_type=["c2p", "p2c"],
         position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True,
@@ -276,10 +286,9 @@ SPEECH_AND_SERIES: dict[str, Builder] = {
         "wav2vec2", "ForCTC", _audio, **ENCODER, conv_dim=[16, 16], conv_stride=[5, 2], conv_kernel=[10, 3],
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_feat_extract_layers=2,
     ),
-    "TimeSeriesTransformer": _model(
-        "time_series_transformer", "TimeSeriesTransformerForPrediction", _time_series,
-        **{k: v for k, v in SEQ2SEQ.items() if "layers" in k or "heads" in k or "ffn" in k}, d_model=32,
-        prediction_length=4, context_length=8, lags_sequence=[1, 2, 4], num_time_features=2, use_cache=False,
+    "TimeSeriesTransformer": _model("time_series_transformer", "", _time_series, **SERIES),
+    "TimeSeriesTransformer, with its distribution": _model(
+        "time_series_transformer", "TimeSeriesTransformerForPrediction", _time_series, **SERIES
     ),
     "PatchTST": _model(
         "patchtst", "PatchTSTForPrediction", _past_values, context_length=16, prediction_length=4,
@@ -303,8 +312,8 @@ VISION: dict[str, Builder] = {
         mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=5,
     ),
     "LeViT": _model(
-        "levit", "LevitForImageClassification", image, image_size=32, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 2, 2],
-        depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16, num_labels=5,
+        "levit", "LevitForImageClassification", image, image_size=32, hidden_sizes=[16, 24, 32],
+        num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16, num_labels=5,
     ),
     "DETR": _detr,
     "CLIP": _clip,

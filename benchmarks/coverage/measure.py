@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import pathsgd
 from pathsgd.graph.unit_classes import unit_classes_of
@@ -51,7 +52,7 @@ class TooSlow(BaseException):
     """Not an Exception: what is measured must not catch it."""
 
 
-def measure(name: str, limit_s: int = 120) -> Row:
+def measure(name: str, limit_s: float = 120) -> Row:
     """Measures all columns, up to the first error."""
     row, start = Row(name), time.perf_counter()
     try:
@@ -68,7 +69,9 @@ def measure(name: str, limit_s: int = 120) -> Row:
 def _measure_into(row: Row) -> None:
     model, inputs = build(row.name)
     row.weights = sum(p.numel() for p in model.parameters())
-    compute_outputs(model, inputs)  # an error here is not ours
+    original, rescaled, *starts = [copy.deepcopy(model) for _ in range(4)]
+    with torch.no_grad():
+        compute_outputs(model, inputs)  # an error here is not ours
     start = time.perf_counter()
     graph = pathsgd.trace(model, inputs)
     units = unit_classes_of(graph)
@@ -80,31 +83,43 @@ def _measure_into(row: Row) -> None:
     row.units = units.count - 1
     row.behind, row.before = map(dict, find_causes(graph, units))
 
-    rescaled = copy.deepcopy(model)
     # Each unit is hit three times on average, so that hardly one is left as it is.
     generator = torch.Generator().manual_seed(1)
     pathsgd.unbalance(rescaled, graph, units=3 * row.units, factor=1.0, generator=generator)
+    starts[1].load_state_dict(rescaled.state_dict())
     row.unbalanced = change(rescaled, model, inputs)
-    start_copies = copy.deepcopy([model, rescaled])
-
-    original = copy.deepcopy(model)
     pathsgd.balance(original, graph)
     row.balanced = change(original, model, inputs)
     pathsgd.balance(rescaled, graph)
     row.agree = largest_difference(rescaled, original)
-    row.steps = steps_apart(*start_copies, graph, inputs)
+    row.steps = steps_apart(*starts, graph, inputs)
 
 
 def compute_outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
     """All tensors of floats that it returns."""
-    returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    model.train().eval()  # what a module keeps for the next call in eval mode may be of other weights
+    with InDouble() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext():
+        returned = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     return [x for x in _tensors_in(returned) if x.is_floating_point()]
+
+
+class InDouble(TorchFunctionMode):
+    """fp64 in place of fp32, which many models cast to in norms and softmaxes, whatever they are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    inner = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    )
     return [x for each in inner for x in _tensors_in(each)]
 
 
@@ -153,16 +168,16 @@ def _join(model: nn.Module, inputs: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

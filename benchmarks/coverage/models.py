@@ -17,7 +17,7 @@ GROUPS = {
     "Layers of torch": plain.LAYERS,
     "Ways to write a forward pass": plain.ODD,
 }
-FP32 = frozenset({"Mixtral, grouped experts"})
+FP32 = frozenset({"Mixtral, grouped experts, fp32"})
 """They have an operator without fp64."""
 BUILDERS = {name: build for group in GROUPS.values() for name, build in group.items()}
 

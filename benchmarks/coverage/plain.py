@@ -314,7 +314,11 @@ class LowRank(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.frozen, self.a, self.b = nn.Linear(8, 16), nn.Linear(8, 4, bias=False), nn.Linear(4, 16, bias=False)
+        self.frozen, self.a, self.b = (
+            nn.Linear(8, 16),
+            nn.Linear(8, 4, bias=False),
+            nn.Linear(4, 16, bias=False),
+        )
         self.frozen.requires_grad_(False)
         self.normed, self.head = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 4)
 
@@ -323,7 +327,8 @@ class LowRank(nn.Module):
 
 
 def _batch(*shape: int) -> Tensor:
-    return torch.randn(2, *shape)
+    """Enough for a ReLU to be active somewhere."""
+    return torch.randn(16, *shape)
 
 
 def _recurrent(layer: type[nn.RNNBase], **options):
