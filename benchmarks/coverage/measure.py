@@ -36,6 +36,7 @@ class Row:
     both_sides: float | None = None
     units: int | None = None
     seconds: float | None = None
+    """Of one core, to trace the model and to find its units."""
     unbalanced: float | None = None
     """Relative change of the function."""
     balanced: float | None = None
@@ -72,10 +73,10 @@ def _measure_into(row: Row) -> None:
     original, rescaled, *starts = [copy.deepcopy(model) for _ in range(4)]
     with torch.no_grad():
         compute_outputs(model, inputs)  # an error here is not ours
-    start = time.perf_counter()
+    start = time.process_time()
     graph = pathsgd.trace(model, inputs)
     units = unit_classes_of(graph)
-    row.seconds = time.perf_counter() - start
+    row.seconds = time.process_time() - start
 
     sides = [has_symmetry(tuple(p.shape), units, name) for name, p in model.named_parameters()]
     row.one_side = sum(int((head | tail).sum()) for head, tail in sides) / row.weights

@@ -18,9 +18,10 @@ NAMED = 3
 
 HEAD = f"""# Coverage
 
-Which weights of a network are protected against rescaling: {{count}} networks in small, most of them models of the
-transformers library by their configurations (two layers of width 64), then layers of torch, and odd ways to write a
-forward pass. `python -m benchmarks.coverage --write` wrote this page, with torch {{torch}}{{transformers}}.
+Which weights of a network are protected against rescaling: {{count}} networks in small, most of them
+models of the transformers library by their configurations (two layers of width 64), then layers of torch,
+and odd ways to write a forward pass. `python -m benchmarks.coverage --write` wrote this page, with torch
+{{torch}}{{transformers}}.
 
 **Found.** {{found}}
 
@@ -28,32 +29,33 @@ forward pass. `python -m benchmarks.coverage --write` wrote this page, with torc
 
 ## The columns
 
-- **one side**: the share of weights with a symmetry: some rescaling of units multiplies or divides them and leaves
-  the function as it is. `balance` and `BalancedMuon` protect them: however units are scaled at the start, training
-  is the same.
-- **both sides**: the share with one symmetry for the unit that they lead into and one for the unit that they read. The
-  first and the last layer of a network have one side only.
+- **one side**: the share of weights with a symmetry: some rescaling of units multiplies or divides them
+  and leaves the function as it is. `balance` and `BalancedMuon` protect them: however units are scaled at
+  the start, training is the same.
+- **both sides**: the share with one symmetry for the unit that they lead into and one for the unit that
+  they read. The first and the last layer of a network have one side only.
 - **units**: how many factors can be chosen independently.
 - **s**: seconds to trace the model and to find its units, once, on one core.
-- **rescaled**: by how much the output changes if units are rescaled at random, relative to its norm. It should not.
+- **rescaled**: by how much the output changes if units are rescaled at random, relative to its norm.
 - **balanced**: the same if the model is balanced.
-- **one network**: the largest difference between a parameter after `balance`, and after `balance` of a rescaled copy,
-  relative to its norm. Both should be one network.
-- **{STEPS} steps**: `BalancedMuon` takes {STEPS} steps from the model and from a rescaled copy. The difference of the
-  outputs afterwards, relative to how far training moved them.
+- **one network**: the largest difference between a parameter after `balance`, and after `balance` of a
+  rescaled copy, relative to its norm.
+- **{STEPS} steps**: `BalancedMuon` takes {STEPS} steps from the model and from a rescaled copy. The
+  difference of the outputs afterwards, relative to how far training moved them.
 
-All in fp64, also where a model casts to fp32, and in eval mode. Numbers under 1e-10 are rounding errors.
+The last four should be zero but for rounding. All are of fp64, also where a model casts to fp32, and of
+eval mode, with random numbers in every bias and gain.
 
-**Not protected** is a weight without a symmetry: no rescaling of it has been found that the other weights could undo.
-`BalancedMuon` trains it like all others. [Reasons](#what-has-no-symmetry) are below.
+**Not protected** is a weight without a symmetry: no rescaling of it has been found that other weights
+could undo. `BalancedMuon` trains it like all others. [Reasons](#what-has-no-symmetry) are below.
 """
 
 REASONS = f"""
 ## What has no symmetry
 
 The networks with the most weights without any, and the operators next to these weights: *behind*, where what
-they compute goes; *before*, where what they read comes from. A weight counts in both columns, by the nearest operator.
-The shares are of all weights; the {NAMED} largest are named.
+they compute goes; *before*, where what they read comes from. A weight counts in both columns, by the nearest
+operator. The shares are of all weights; the {NAMED} largest are named.
 
 | network | without | behind | before |
 |---|---:|---|---|
@@ -112,7 +114,7 @@ def _table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         cells = [
-            row.name, f"{row.weights:,}", _percent(row.one_side), _percent(row.both_sides),
+            row.name, f"{row.weights:,}", _percent(row.one_side, "not traced"), _percent(row.both_sides),
             _or_empty(row.units), "" if row.seconds is None else f"{row.seconds:.1f}",
             *map(_tiny, (row.unbalanced, row.balanced, row.agree, row.steps)),
         ]  # fmt: skip
@@ -134,8 +136,11 @@ def _reasons(rows: Sequence[Row]) -> str:
 
 
 def _causes(counts: Mapping[str, int], weights: int) -> str:
-    named = Counter(counts).most_common(NAMED)
-    return ", ".join(f"{_escape(cause)} {n / weights:.0%}" for cause, n in named)
+    short: Counter[str] = Counter()
+    for cause, n in counts.items():
+        short[cause.removeprefix("outside: ").removesuffix(" is not positively homogeneous")] += n
+    named = [(cause, n / weights) for cause, n in short.most_common(NAMED) if n >= 0.005 * weights]
+    return ", ".join(f"{_escape(cause)} {share:.0%}" for cause, share in named)
 
 
 def _escape(text: str) -> str:
@@ -145,8 +150,8 @@ def _escape(text: str) -> str:
     return text
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+def _percent(share: float | None, otherwise: str = "") -> str:
+    return otherwise if share is None else f"{share:.0%}"
 
 
 def _or_empty(value: int | None) -> str:
