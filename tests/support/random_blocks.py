@@ -51,53 +51,57 @@ class Dense(Block):
         return activate(ledger, ledger.linear(self.linear, ids, "dense"), self.activation)
 
 
-class SquaredRelu(Block):
-    SPELLINGS = {
-        "square": lambda x: F.relu(x).square(),
-        "power": lambda x: F.relu(x) ** 2,
-        "times itself": lambda x: F.relu(x) * F.relu(x),
-        "x relu(x)": lambda x: x * F.relu(x),
-    }
+SQUARES = {
+    "square": lambda x: F.relu(x).square(),
+    "power": lambda x: F.relu(x) ** 2,
+    "times itself": lambda x: F.relu(x) * F.relu(x),
+    "x relu(x)": lambda x: x * F.relu(x),
+}
 
+
+class SquaredRelu(Block):
     def __init__(self, pick, width):
         super().__init__()
         self.up, self.down = nn.Linear(width, width + 1), nn.Linear(width + 1, width)
-        self.spelling = self.pick_name(pick, self.SPELLINGS)
+        self.spelling = self.pick_name(pick, SQUARES)
 
     def forward(self, x):
-        return self.down(self.SPELLINGS[self.spelling](self.up(x)))
+        return self.down(SQUARES[self.spelling](self.up(x)))
 
     def scales(self, ledger, ids):
         up = ledger.linear(self.up, ids, f"squared by {self.spelling}")
         return ledger.linear(self.down, ledger.multiply(up, up), "dense")
 
 
+OF_TWO = {
+    "gate first": lambda f, g, u: f(g) * u,
+    "up first": lambda f, g, u: u * f(g),
+    "torch.mul": lambda f, g, u: torch.mul(f(g), u),
+    "einsum": lambda f, g, u: torch.einsum("...i,...i->...i", f(g), u),
+    "addcmul": lambda f, g, u: torch.addcmul(torch.zeros_like(u), f(g), u),
+}
+
+
+OF_ONE = {
+    "chunk": lambda y: y.chunk(2, -1),
+    "split": lambda y: y.split(y.shape[-1] // 2, -1),
+    "slices": lambda y: (y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]),
+    "interleaved": lambda y: (y[..., ::2], y[..., 1::2]),
+    "unbind": lambda y: y.unflatten(-1, (2, -1)).unbind(-2),
+    "tensor_split": lambda y: y.tensor_split(2, -1),
+}
+
+
 class Gated(Block):
     """act(gate(x)) * up(x)"""
-
-    TWO = {
-        "gate first": lambda f, g, u: f(g) * u,
-        "up first": lambda f, g, u: u * f(g),
-        "torch.mul": lambda f, g, u: torch.mul(f(g), u),
-        "einsum": lambda f, g, u: torch.einsum("...i,...i->...i", f(g), u),
-        "addcmul": lambda f, g, u: torch.addcmul(torch.zeros_like(u), f(g), u),
-    }
-    ONE = {
-        "chunk": lambda y: y.chunk(2, -1),
-        "split": lambda y: y.split(y.shape[-1] // 2, -1),
-        "slices": lambda y: (y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]),
-        "interleaved": lambda y: (y[..., ::2], y[..., 1::2]),
-        "unbind": lambda y: y.unflatten(-1, (2, -1)).unbind(-2),
-        "tensor_split": lambda y: y.tensor_split(2, -1),
-    }
 
     def __init__(self, pick, width):
         super().__init__()
         hidden = width + 2
         self.activation = self.pick_name(pick, ACTIVATIONS)
-        self.spelling = pick.choice([*self.TWO, *self.ONE, "in place", "glu"])
+        self.spelling = pick.choice([*OF_TWO, *OF_ONE, "in place", "glu"])
         bias = pick.random() < 0.5
-        if self.spelling in self.ONE or self.spelling == "glu":
+        if self.spelling in OF_ONE or self.spelling == "glu":
             self.both = nn.Linear(width, 2 * hidden, bias=bias)
         else:
             self.gate, self.up = nn.Linear(width, hidden, bias=bias), nn.Linear(width, hidden, bias=bias)
@@ -108,14 +112,14 @@ class Gated(Block):
         function = ACTIVATIONS[self.activation]
         if self.spelling == "glu":
             y = F.glu(self.both(x), -1)
-        elif self.spelling in self.ONE:
-            gate, up = self.ONE[self.spelling](self.both(x))
+        elif self.spelling in OF_ONE:
+            gate, up = OF_ONE[self.spelling](self.both(x))
             y = function(gate) * up
         elif self.spelling == "in place":
-            y = function(self.gate(x) + 0)
+            y = function(self.gate(x)).clone()
             y *= self.up(x)
         else:
-            y = self.TWO[self.spelling](function, self.gate(x), self.up(x))
+            y = OF_TWO[self.spelling](function, self.gate(x), self.up(x))
         return self.down(y if self.norm is None else self.norm(y))
 
     def scales(self, ledger, ids):
@@ -123,8 +127,8 @@ class Gated(Block):
         if self.spelling == "glu":
             activation, kind = "sigmoid", "glu"
             up, gate = ledger.linear(self.both, ids, kind).chunk(2, -1)
-        elif self.spelling in self.ONE:
-            gate, up = self.ONE[self.spelling](ledger.linear(self.both, ids, kind))
+        elif self.spelling in OF_ONE:
+            gate, up = OF_ONE[self.spelling](ledger.linear(self.both, ids, kind))
         else:
             gate, up = (ledger.linear(module, ids, kind) for module in (self.gate, self.up))
         product = ledger.multiply(activate(ledger, gate, activation), up)
@@ -211,64 +215,69 @@ class Norm(Block):
         return ledger.fix(out) if self.spelling == "1 + gain" else out
 
 
+MOVES = {
+    "roll": lambda x: x.roll(1, -1),
+    "flip": lambda x: x.flip(-1),
+    "channel shuffle": lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
+    "cat with slices": lambda x: torch.cat([x[..., 2:], x[..., :2]], -1),
+    "split and cat": lambda x: torch.cat(x.split([1, x.shape[-1] - 1], -1)[::-1], -1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, -1)[..., 1::2],
+    "stack": lambda x: torch.stack([x[..., ::2], x[..., 1::2]], -2).flatten(-2),
+    "repeat": lambda x: torch.cat([x, x], -1)[..., 1 : x.shape[-1] + 1],
+    "permute": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    "select": lambda x: torch.stack([x.select(-1, i) for i in reversed(range(x.shape[-1]))], -1),
+}
+
+
+INDEXED = {
+    "index_select": lambda x, index: x.index_select(-1, index),
+    "fancy index": lambda x, index: x[..., index],
+    "take_along_dim": lambda x, index: x.take_along_dim(index.expand(x.shape), -1),
+    "gather": lambda x, index: x.gather(-1, index.expand(x.shape)),
+    "embedding": lambda x, index: F.embedding(index, x.transpose(0, -1)).movedim(0, -1)
+    if x.dim() == 2 else x[..., index],
+}  # fmt: skip
+
+
+POINTWISE = {
+    "negative": lambda x, mask: -x,
+    "half": lambda x, mask: x / 2,
+    "mask of floats": lambda x, mask: x * mask.double(),
+    "masked_fill": lambda x, mask: x.masked_fill(mask, 0.0),
+    "where zero": lambda x, mask: torch.where(mask, x, 0.0),
+    "where leaky": lambda x, mask: torch.where(x > 0, x, 0.1 * x),
+    "where mask": lambda x, mask: torch.where(mask, F.relu(x), -x),
+    "threshold": lambda x, mask: F.threshold(x, 0.0, 0.0),
+    "positive minus negative": lambda x, mask: F.relu(x) - 0.5 * F.relu(-x),
+    "dropout": lambda x, mask: F.dropout(x, 0.5, training=False),
+    "times sign": lambda x, mask: x * torch.sign(x),
+    "times step": lambda x, mask: x * (x > 0),
+    "lerp": lambda x, mask: torch.lerp(x, F.relu(x), 0.3),
+    "prelu by hand": lambda x, mask: F.relu(x) + 0.25 * (x - x.abs()) / 2,
+    "minimum": lambda x, mask: torch.minimum(x, 0.5 * x),
+    "addcmul": lambda x, mask: torch.addcmul(x, x, mask.double(), value=0.5),
+}
+
+
 class Odd(Block):
     """Operators that only move channels, which the ledger does to the scales by the same call."""
 
-    MOVES = {
-        "roll": lambda x: x.roll(1, -1),
-        "flip": lambda x: x.flip(-1),
-        "channel shuffle": lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
-        "cat with slices": lambda x: torch.cat([x[..., 2:], x[..., :2]], -1),
-        "split and cat": lambda x: torch.cat(x.split([1, x.shape[-1] - 1], -1)[::-1], -1),
-        "repeat_interleave": lambda x: x.repeat_interleave(2, -1)[..., 1::2],
-        "stack": lambda x: torch.stack([x[..., ::2], x[..., 1::2]], -2).flatten(-2),
-        "repeat": lambda x: torch.cat([x, x], -1)[..., 1 : x.shape[-1] + 1],
-        "permute": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
-        "select": lambda x: torch.stack([x.select(-1, i) for i in reversed(range(x.shape[-1]))], -1),
-    }
-    INDEXED = {
-        "index_select": lambda x, index: x.index_select(-1, index),
-        "fancy index": lambda x, index: x[..., index],
-        "take_along_dim": lambda x, index: x.take_along_dim(index.expand(x.shape), -1),
-        "gather": lambda x, index: x.gather(-1, index.expand(x.shape)),
-        "embedding": lambda x, index: F.embedding(index, x.transpose(0, -1)).movedim(0, -1)
-        if x.dim() == 2 else x[..., index],
-    }  # fmt: skip
-    POINTWISE = {
-        "negative": lambda x, mask: -x,
-        "half": lambda x, mask: x / 2,
-        "mask of floats": lambda x, mask: x * mask.double(),
-        "masked_fill": lambda x, mask: x.masked_fill(mask, 0.0),
-        "where zero": lambda x, mask: torch.where(mask, x, 0.0),
-        "where leaky": lambda x, mask: torch.where(x > 0, x, 0.1 * x),
-        "where mask": lambda x, mask: torch.where(mask, F.relu(x), -x),
-        "threshold": lambda x, mask: F.threshold(x, 0.0, 0.0),
-        "positive minus negative": lambda x, mask: F.relu(x) - 0.5 * F.relu(-x),
-        "dropout": lambda x, mask: F.dropout(x, 0.5, training=False),
-        "times sign": lambda x, mask: x * torch.sign(x),
-        "times step": lambda x, mask: x * (x > 0),
-        "lerp": lambda x, mask: torch.lerp(x, F.relu(x), 0.3),
-        "prelu by hand": lambda x, mask: F.relu(x) + 0.25 * (x - x.abs()) / 2,
-        "minimum": lambda x, mask: torch.minimum(x, 0.5 * x),
-        "addcmul": lambda x, mask: torch.addcmul(x, x, mask.double(), value=0.5),
-    }
-
     def __init__(self, pick, width):
         super().__init__()
-        self.kind = self.pick_name(pick, {**self.MOVES, **self.INDEXED, **self.POINTWISE})
+        self.kind = self.pick_name(pick, {**MOVES, **INDEXED, **POINTWISE})
         self.register_buffer("index", torch.tensor(pick.sample(range(width), width)))
         self.register_buffer("mask", torch.tensor([pick.random() < 0.3 for _ in range(width)]))
 
     def forward(self, x):
-        if self.kind in self.MOVES:
-            return self.MOVES[self.kind](x)
-        if self.kind in self.INDEXED:
-            return self.INDEXED[self.kind](x, self.index)
-        return self.POINTWISE[self.kind](x, self.mask)
+        if self.kind in MOVES:
+            return MOVES[self.kind](x)
+        if self.kind in INDEXED:
+            return INDEXED[self.kind](x, self.index)
+        return POINTWISE[self.kind](x, self.mask)
 
     def scales(self, ledger, ids):
         ledger.mark(ids, self.kind)
-        return ids if self.kind in self.POINTWISE else self(ids.contiguous())
+        return ids if self.kind in POINTWISE else self(ids.contiguous())
 
 
 class Parts(Block):
@@ -357,7 +366,7 @@ class Residual(Block):
     def __init__(self, pick, width, inner):
         super().__init__()
         self.where = pick.choice(["none", "before", "after"])
-        self.norm = Norm(pick, width)
+        self.norm = Norm(pick, width) if self.where != "none" else None
         self.inner = inner
 
     def forward(self, x):

@@ -82,33 +82,34 @@ class GatedConvolution(Block):
         return ledger.conv(self.down, ledger.multiply(activate(ledger, gate, self.activation), up), "dense")
 
 
+OVER_IMAGE = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 2, 1),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 0.1 * x.abs(), 2, 2),
+    "interpolate nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate bilinear": lambda x: F.interpolate(x, size=5, mode="bilinear"),
+    "interpolate bicubic": lambda x: F.interpolate(x, size=5, mode="bicubic"),
+    "pad": lambda x: F.pad(x, (1, 0, 0, 1)),
+    "pad reflect": lambda x: F.pad(x, (1, 1, 0, 0), mode="reflect"),
+    "roll over places": lambda x: torch.roll(x, (1, -1), (2, 3)),
+    "rotate": lambda x: x.rot90(1, (2, 3)),
+    "blur": lambda x: F.conv2d(x, torch.ones(x.shape[1], 1, 2, 2).double() / 4, groups=x.shape[1]),
+    "cumsum over places": lambda x: x.cumsum(-1),
+    "fractional slices": lambda x: x[:, :, ::2, 1:],
+    "unfold and fold": lambda x: F.fold(F.unfold(x, 2), x.shape[-2:], 2),
+}
+
+
 class OverImage(Block):
     """Operators that keep the channels."""
 
-    KINDS = {
-        "max_pool2d": lambda x: F.max_pool2d(x, 2, 1),
-        "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
-        "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
-        "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 0.1 * x.abs(), 2, 2),
-        "interpolate nearest": lambda x: F.interpolate(x, scale_factor=2),
-        "interpolate bilinear": lambda x: F.interpolate(x, size=5, mode="bilinear"),
-        "interpolate bicubic": lambda x: F.interpolate(x, size=5, mode="bicubic"),
-        "pad": lambda x: F.pad(x, (1, 0, 0, 1)),
-        "pad reflect": lambda x: F.pad(x, (1, 1, 0, 0), mode="reflect"),
-        "roll over places": lambda x: torch.roll(x, (1, -1), (2, 3)),
-        "rotate": lambda x: x.rot90(1, (2, 3)),
-        "blur": lambda x: F.conv2d(x, torch.ones(x.shape[1], 1, 2, 2).double() / 4, groups=x.shape[1]),
-        "cumsum over places": lambda x: x.cumsum(-1),
-        "fractional slices": lambda x: x[:, :, ::2, 1:],
-        "unfold and fold": lambda x: F.fold(F.unfold(x, 2), x.shape[-2:], 2),
-    }
-
     def __init__(self, pick, width):
         super().__init__()
-        self.kind = self.pick_name(pick, self.KINDS)
+        self.kind = self.pick_name(pick, OVER_IMAGE)
 
     def forward(self, x):
-        return self.KINDS[self.kind](x)
+        return OVER_IMAGE[self.kind](x)
 
     def scales(self, ledger, ids):
         with torch.no_grad():
@@ -116,27 +117,28 @@ class OverImage(Block):
         return ledger.tie_along(ledger.mark(ids, self.kind), 2, 3).expand(shape)
 
 
+SHUFFLES = {
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x[:, :, :2, :2], 2),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "roll of channels": lambda x: x.roll(1, 1),
+    "space to channels": lambda x: torch.cat([x[:, :, ::2, :2], x[:, :, ::2, :2].flip(1)], 1),
+    "windows": lambda x: x[:, :, :2, :2].unflatten(3, (1, 2)).permute(0, 1, 3, 2, 4).flatten(2, 3),
+}
+
+
 class Shuffles(Block):
     """Operators that move channels, done to the scales by the same call; then a convolution."""
 
-    KINDS = {
-        "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
-        "pixel_unshuffle": lambda x: F.pixel_unshuffle(x[:, :, :2, :2], 2),
-        "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
-        "roll of channels": lambda x: x.roll(1, 1),
-        "space to channels": lambda x: torch.cat([x[:, :, ::2, :2], x[:, :, ::2, :2].flip(1)], 1),
-        "windows": lambda x: x[:, :, :2, :2].unflatten(3, (1, 2)).permute(0, 1, 3, 2, 4).flatten(2, 3),
-    }
-
     def __init__(self, pick, width):
         super().__init__()
-        self.kind = self.pick_name(pick, self.KINDS)
+        self.kind = self.pick_name(pick, SHUFFLES)
         channels = self.move(torch.zeros(1, width, 4, 4)).shape[1]
         self.enter, self.conv = nn.Conv2d(width, width, 1), nn.Conv2d(channels, width, 1)
         self.scale = nn.Parameter(torch.rand(width, 1, 1))
 
     def move(self, x):
-        return self.KINDS[self.kind](x)
+        return SHUFFLES[self.kind](x)
 
     def forward(self, x):
         return self.conv(self.move(F.relu(self.enter(x)))) * self.scale

@@ -248,7 +248,10 @@ def check_function(network: PlantedNetwork, graph: pathsgd.PathGraph, missing: l
         pathsgd.balance(start, graph)
         if not (error := difference(start(x), before)) <= 1e-10:
             failures.append(f"balance after {name}: the function changes by {error:.1e}")
-        far = {n: difference(a, b) for (n, a), b in zip(start.named_parameters(), balanced.parameters())}
+        far = {
+            n: difference(a, b)
+            for (n, a), b in zip(start.named_parameters(), balanced.parameters(), strict=True)
+        }
         worst = max(far, key=far.get)
         if not far[worst] <= 1e-9:
             failures.append(f"balance after {name}: other weights, {worst} by {far[worst]:.1e}")

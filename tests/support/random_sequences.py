@@ -1,4 +1,4 @@
-"""Blocks on sequences (batch, time, channels), for random networks: attention, recurrences, mixing over time."""
+"""Blocks on sequences (batch, time, channels): attention, recurrences, mixing over time."""
 
 from __future__ import annotations
 
@@ -203,38 +203,39 @@ class Recurrent(Block):
         return torch.cat(outputs).expand(ids.shape)
 
 
+OVER_TIME = {
+    "cumsum": lambda x: x.cumsum(1),
+    "causal mean": lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1).double()[:, None],
+    "roll over time": lambda x: x.roll(1, 1),
+    "token shift": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "max over time": lambda x: x - x.amax(1, keepdim=True),
+    "mean over time": lambda x: x + x.mean(1, keepdim=True),
+    "sort over time": lambda x: x.sort(1).values,
+    "cummax": lambda x: x.cummax(1).values,
+    "std over time": lambda x: x + x.std(1, keepdim=True),
+    "norm over time": lambda x: x + x.norm(dim=1, keepdim=True),
+    "max_pool1d": lambda x: F.max_pool1d(x.mT, 3, 1, 1).mT,
+    "difference": lambda x: x - x[:, :1],
+    "diff": lambda x: torch.cat([x[:, :1], x.diff(dim=1)], 1),
+    "mixing by a constant": lambda x: torch.ones(x.shape[1], x.shape[1]).tril().double() @ x,
+    "topk over time": lambda x: x + x.topk(2, dim=1).values.sum(1, keepdim=True),
+    "flip over time": lambda x: x.flip(1),
+    "unfold": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1),
+    "slice and cat": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
+    "write to a slice": lambda x: torch.slice_scatter(x, 2 * x[:, :1], 1, 0, 1),
+    "in-place write": lambda x: _write(x),
+}
+
+
 class OverTime(Block):
     """Operators along time: positively homogeneous, so that a channel keeps one scale."""
 
-    KINDS = {
-        "cumsum": lambda x: x.cumsum(1),
-        "causal mean": lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1).double()[:, None],
-        "roll over time": lambda x: x.roll(1, 1),
-        "token shift": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
-        "max over time": lambda x: x - x.amax(1, keepdim=True),
-        "mean over time": lambda x: x + x.mean(1, keepdim=True),
-        "sort over time": lambda x: x.sort(1).values,
-        "cummax": lambda x: x.cummax(1).values,
-        "std over time": lambda x: x + x.std(1, keepdim=True),
-        "norm over time": lambda x: x + x.norm(dim=1, keepdim=True),
-        "max_pool1d": lambda x: F.max_pool1d(x.mT, 3, 1, 1).mT,
-        "difference": lambda x: x - x[:, :1],
-        "diff": lambda x: torch.cat([x[:, :1], x.diff(dim=1)], 1),
-        "mixing by a constant": lambda x: torch.ones(x.shape[1], x.shape[1]).tril().double() @ x,
-        "topk over time": lambda x: x + x.topk(2, dim=1).values.sum(1, keepdim=True),
-        "flip over time": lambda x: x.flip(1),
-        "unfold": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1),
-        "slice and cat": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
-        "write to a slice": lambda x: torch.slice_scatter(x, 2 * x[:, :1], 1, 0, 1),
-        "in-place write": lambda x: _write(x),
-    }
-
     def __init__(self, pick, width):
         super().__init__()
-        self.kind = self.pick_name(pick, self.KINDS)
+        self.kind = self.pick_name(pick, OVER_TIME)
 
     def forward(self, x):
-        return self.KINDS[self.kind](x)
+        return OVER_TIME[self.kind](x)
 
     def scales(self, ledger, ids):
         return ledger.tie_along(ledger.mark(ids, self.kind), 1).expand(ids.shape)

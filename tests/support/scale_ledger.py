@@ -1,8 +1,8 @@
 """Which rescalings leave a network as it is, by equations between the logarithms of scales.
 
-A block that is written for torch says here once more, channel by channel, how the scale of its output follows
-from that of its input. Scales are tensors of numbers of expressions, of batch one, so that whatever only moves
-channels is done to them by the same torch call. Shares nothing with the library.
+A block that is written for torch says here once more, channel by channel, how the scale of its output
+follows from that of its input. Scales are tensors of numbers of expressions, of batch one, so that whatever
+only moves channels is done to them by the same torch call. Shares nothing with the library.
 """
 
 from __future__ import annotations
