@@ -215,71 +215,6 @@ class Norm(Block):
         return ledger.fix(out) if self.spelling == "1 + gain" else out
 
 
-MOVES = {
-    "roll": lambda x: x.roll(1, -1),
-    "flip": lambda x: x.flip(-1),
-    "channel shuffle": lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
-    "cat with slices": lambda x: torch.cat([x[..., 2:], x[..., :2]], -1),
-    "split and cat": lambda x: torch.cat(x.split([1, x.shape[-1] - 1], -1)[::-1], -1),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, -1)[..., 1::2],
-    "stack": lambda x: torch.stack([x[..., ::2], x[..., 1::2]], -2).flatten(-2),
-    "repeat": lambda x: torch.cat([x, x], -1)[..., 1 : x.shape[-1] + 1],
-    "permute": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
-    "select": lambda x: torch.stack([x.select(-1, i) for i in reversed(range(x.shape[-1]))], -1),
-}
-
-
-INDEXED = {
-    "index_select": lambda x, index: x.index_select(-1, index),
-    "fancy index": lambda x, index: x[..., index],
-    "take_along_dim": lambda x, index: x.take_along_dim(index.expand(x.shape), -1),
-    "gather": lambda x, index: x.gather(-1, index.expand(x.shape)),
-    "embedding": lambda x, index: F.embedding(index, x.transpose(0, -1)).movedim(0, -1)
-    if x.dim() == 2 else x[..., index],
-}  # fmt: skip
-
-
-POINTWISE = {
-    "negative": lambda x, mask: -x,
-    "half": lambda x, mask: x / 2,
-    "mask of floats": lambda x, mask: x * mask.double(),
-    "masked_fill": lambda x, mask: x.masked_fill(mask, 0.0),
-    "where zero": lambda x, mask: torch.where(mask, x, 0.0),
-    "where leaky": lambda x, mask: torch.where(x > 0, x, 0.1 * x),
-    "where mask": lambda x, mask: torch.where(mask, F.relu(x), -x),
-    "threshold": lambda x, mask: F.threshold(x, 0.0, 0.0),
-    "positive minus negative": lambda x, mask: F.relu(x) - 0.5 * F.relu(-x),
-    "dropout": lambda x, mask: F.dropout(x, 0.5, training=False),
-    "times sign": lambda x, mask: x * torch.sign(x),
-    "times step": lambda x, mask: x * (x > 0),
-    "lerp": lambda x, mask: torch.lerp(x, F.relu(x), 0.3),
-    "prelu by hand": lambda x, mask: F.relu(x) + 0.25 * (x - x.abs()) / 2,
-    "minimum": lambda x, mask: torch.minimum(x, 0.5 * x),
-    "addcmul": lambda x, mask: torch.addcmul(x, x, mask.double(), value=0.5),
-}
-
-
-class Odd(Block):
-    """Operators that only move channels, which the ledger does to the scales by the same call."""
-
-    def __init__(self, pick, width):
-        super().__init__()
-        self.kind = self.pick_name(pick, {**MOVES, **INDEXED, **POINTWISE})
-        self.register_buffer("index", torch.tensor(pick.sample(range(width), width)))
-        self.register_buffer("mask", torch.tensor([pick.random() < 0.3 for _ in range(width)]))
-
-    def forward(self, x):
-        if self.kind in MOVES:
-            return MOVES[self.kind](x)
-        if self.kind in INDEXED:
-            return INDEXED[self.kind](x, self.index)
-        return POINTWISE[self.kind](x, self.mask)
-
-    def scales(self, ledger, ids):
-        ledger.mark(ids, self.kind)
-        return ids if self.kind in POINTWISE else self(ids.contiguous())
-
-
 class Parts(Block):
     """Some channels through a relu, some through tanh; two branches; pieces of a maximum; a learned scale."""
 
@@ -379,4 +314,4 @@ class Residual(Block):
         return self.norm.scales(ledger, y) if self.where == "after" else y
 
 
-BLOCKS = [Dense, SquaredRelu, Gated, Gated, Products, Norm, Odd, Odd, Odd, Parts, Parts]
+BLOCKS = [Dense, SquaredRelu, Gated, Gated, Products, Norm, Parts, Parts]

@@ -24,6 +24,7 @@ import pathsgd
 
 from . import random_blocks, random_images, random_sequences
 from .random_blocks import Block, Gated, Norm, Parts, Residual, SquaredRelu
+from .random_operators import Odd
 from .scale_ledger import Ledger, Rescaling
 
 WIDTH, TIME, TOKENS, SIZE = 4, 4, 7, 8
@@ -78,7 +79,7 @@ class Network(nn.Module):
                 self.blocks.append(pick.choice(random_images.BLOCKS)(pick, WIDTH))
             return
         if self.kind == "vectors" or pick.random() < 0.4:
-            make = pick.choice(random_blocks.BLOCKS)
+            make = pick.choice([*random_blocks.BLOCKS, Odd, Odd, Odd, Odd])
         else:
             make = pick.choice(random_sequences.BLOCKS)
         extra = [TIME] if make is random_sequences.Mixing else []

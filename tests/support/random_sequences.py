@@ -23,6 +23,9 @@ def rotate(x, spelling):
     if spelling == "rotate pairs":
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    if spelling == "rotate pairs, complex":
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
     return x
 
 
@@ -30,7 +33,7 @@ class Attention(Block):
     """Every spelling of softmax(q k) v, with grouped queries, RoPE and norms of queries and keys."""
 
     CORES = ("sdpa", "matmul", "einsum", "bmm", "sigmoid", "linear", "linear normalised")
-    GROUPS = ("enable_gqa", "repeat_interleave", "expand", "grouped einsum")
+    GROUPS = ("enable_gqa", "repeat_interleave", "expand", "grouped einsum", "broadcast")
 
     def __init__(self, pick, width):
         super().__init__()
@@ -40,7 +43,9 @@ class Attention(Block):
         self.grouping = (
             pick.choice(self.GROUPS) if self.kv_heads < self.heads else "one key head a query head"
         )
-        self.rope = pick.choice(["no rope", "no rope", "rotate_half", "rotate pairs"])
+        self.rope = pick.choice(
+            ["no rope", "no rope", "rotate_half", "rotate pairs", "rotate pairs, complex"]
+        )
         self.qk_norm = pick.choice(["no norm", "no norm", "nn.RMSNorm", "F.normalize"])
         self.packed, self.causal = pick.random() < 0.4, pick.random() < 0.5
         bias, inner, kv = pick.random() < 0.5, self.heads * self.depth, self.kv_heads * self.depth
@@ -73,6 +78,8 @@ class Attention(Block):
 
     def repeat(self, x):
         times = self.heads // self.kv_heads
+        if self.grouping == "broadcast" and self.core in ("matmul", "linear", "linear normalised", "sigmoid"):
+            return x
         if self.grouping == "repeat_interleave":
             return x.repeat_interleave(times, 1)
         b, h, t, d = x.shape
@@ -128,7 +135,7 @@ class Attention(Block):
             q, k = torch.full_like(q, FIXED), torch.full_like(k, FIXED)
         if self.rope == "rotate_half":
             q, k = (torch.cat([ledger.tie(*x.chunk(2, -1))] * 2, -1) for x in (q, k))
-        if self.rope == "rotate pairs":
+        if "rotate pairs" in self.rope:
             q, k = (ledger.tie_along(x.unflatten(-1, (-1, 2)), 2).repeat(1, 1, 2).flatten(1) for x in (q, k))
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 0) for x in (k, v))
         weights = ledger.tie_along(ledger.multiply(q, k), 1)
@@ -224,6 +231,20 @@ OVER_TIME = {
     "slice and cat": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
     "write to a slice": lambda x: torch.slice_scatter(x, 2 * x[:, :1], 1, 0, 1),
     "in-place write": lambda x: _write(x),
+    "fft": lambda x: torch.fft.fft(x, dim=1).real,
+    "filter": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 0.5, n=x.shape[1], dim=1),
+    "vmap": lambda x: torch.vmap(lambda row: row.flip(0), 0)(x) + x,
+    "tensordot": lambda x: torch.tensordot(x, torch.ones(x.shape[1], 4).double(), ([1], [0])).mT,
+    "avg_pool1d": lambda x: F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT,
+    "interpolate": lambda x: F.interpolate(x.mT, scale_factor=2.0, mode="linear").mT[:, ::2],
+    "repeat over time": lambda x: x.repeat(1, 2, 1)[:, 1:-3],
+    "loop": lambda x: torch.stack([F.relu(part) for part in x.unbind(1)], 1),
+    "scan": lambda x: _scan(x),
+    "median": lambda x: x + x.median(1, keepdim=True).values,
+    "index_add": lambda x: torch.zeros_like(x).index_add(1, torch.tensor([1, 0, 1, 2]), x) + x,
+    "scatter": lambda x: torch.zeros_like(x).scatter(
+        1, torch.tensor([1, 0, 3, 2])[None, :, None].expand_as(x), x
+    ),
 }
 
 
@@ -239,6 +260,14 @@ class OverTime(Block):
 
     def scales(self, ledger, ids):
         return ledger.tie_along(ledger.mark(ids, self.kind), 1).expand(ids.shape)
+
+
+def _scan(x):
+    state, states = x[:, 0], []
+    for t in range(x.shape[1]):
+        state = 0.5 * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
 
 
 def _write(x):
