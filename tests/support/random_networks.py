@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import pathsgd
 
-from . import random_blocks, random_images, random_sequences
+from . import random_blocks, random_images, random_sequences, random_weights
 from .random_blocks import Block, Gated, Norm, Parts, Residual, SquaredRelu
 from .random_operators import Odd
 from .scale_ledger import Ledger, Rescaling
@@ -79,7 +79,7 @@ class Network(nn.Module):
                 self.blocks.append(pick.choice(random_images.BLOCKS)(pick, WIDTH))
             return
         if self.kind == "vectors" or pick.random() < 0.4:
-            make = pick.choice([*random_blocks.BLOCKS, Odd, Odd, Odd, Odd])
+            make = pick.choice([*random_blocks.BLOCKS, *random_weights.BLOCKS, Odd, Odd, Odd, Odd])
         else:
             make = pick.choice(random_sequences.BLOCKS)
         extra = [TIME] if make is random_sequences.Mixing else []

@@ -29,7 +29,7 @@ INDEXED = {
     "fancy index": lambda x, index: x[..., index],
     "take_along_dim": lambda x, index: x.take_along_dim(index.expand(x.shape), -1),
     "gather": lambda x, index: x.gather(-1, index.expand(x.shape)),
-    "embedding": lambda x, index: F.embedding(index, x.transpose(0, -1)).movedim(0, -1)
+    "F.embedding": lambda x, index: F.embedding(index, x.transpose(0, -1)).movedim(0, -1)
     if x.dim() == 2 else x[..., index],
 }  # fmt: skip
 
