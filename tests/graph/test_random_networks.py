@@ -23,11 +23,12 @@ NOT_YET = (
 WITHOUT_A_RULE = {
     "repeat_interleave", "index_select", "fancy index", "take_along_dim", "gather", "F.embedding",
     "mask of floats", "where zero", "where leaky", "where mask", "times sign", "times step", "lerp",
-    "addcmul", "cube", "abs to the 1.5", "square root of abs", "root of the square", "sign", "square over itself",
-    "relu times minus relu", "x y / |x|", "cumsum", "causal mean", "sort over time", "cummax",
-    "std over time", "norm over time", "diff", "mixing by a constant", "topk over time", "unfold",
-    "write to a slice", "in-place write", "fft", "filter", "vmap", "tensordot", "median", "index_add", "scatter", "lp_pool2d",
-    "interpolate bicubic", "rotate", "cumsum over places", "unfold and fold", "blur",
+    "addcmul", "cube", "abs to the 1.5", "square root of abs", "root of the square", "sign",
+    "square over itself", "relu times minus relu", "x y / |x|", "cumsum", "causal mean",
+    "sort over time", "cummax", "std over time", "norm over time", "diff", "mixing by a constant",
+    "topk over time", "unfold", "write to a slice", "in-place write", "fft", "filter", "vmap",
+    "tensordot", "median", "index_add", "scatter", "lp_pool2d", "interpolate bicubic", "rotate",
+    "cumsum over places", "unfold and fold", "blur",
 }  # fmt: skip
 
 
