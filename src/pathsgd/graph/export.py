@@ -303,9 +303,12 @@ def _mutates(program: ExportedProgram) -> bool:
         if schema is None:
             continue
         if not schema.is_mutable:
-            if schema.name in FRESH:
+            # What an operator returns is new memory or, as of a view, that of its inputs.
+            if schema.name in FRESH or all(x in private and len(x.users) == 1 for x in node.all_input_nodes):
                 private.add(node)
             continue
+        if schema.name == "aten::detach_":
+            continue  # of a tensor written in the code: no number changes
         target = node.args[0] if node.args else None
         writes = [argument.is_write for argument in schema.arguments]
         if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:

@@ -85,6 +85,8 @@ class _Lowering:
         """A tensor written in the model's code, by its numbers; anything else carries no path."""
         constant = self.program.constants.get(spec_target)
         if isinstance(constant, Tensor) and fake.is_floating_point():
+            if constant.is_meta:
+                return Unknown(shape, True, "a tensor without values")
             if constant.numel() <= LARGEST_LITERAL:
                 numbers = tuple(map(float, constant.detach().flatten().tolist()))
                 return Weight(
