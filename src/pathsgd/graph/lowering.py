@@ -24,7 +24,20 @@ LARGEST_LITERAL = 1 << 16
 def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
     """The PathGraph of an exported program."""
     builder = Builder(notes=notes)
-    lowering = _Lowering(model, program, builder)
+    names = Names(model)
+    returned = write_nodes(builder, program, names)
+    for node_id in returned:
+        builder.ends[node_id] = "output"
+    builder.end_at_statistics(returned)
+    return build_graph(model, builder, names, returned)
+
+
+def write_nodes(
+    builder: Builder, program: ExportedProgram, names: Names, inside: str | None = None, begin: str = "input"
+) -> tuple[int, ...]:
+    """Writes the nodes of an exported program, and returns those of its outputs. ``inside`` is the module of
+    the model that was exported, if not all of it."""
+    lowering = _Lowering(names, program, builder, inside, begin)
     outputs: list[Any] = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -32,35 +45,55 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
         elif node.op == "call_function":
             lowering.call(node)
         elif node.op == "output":
-            builder.where = ""
+            builder.where = inside or ""
             outputs = lowering.outputs(node)
-    returned = tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
-    for node_id in returned:
-        builder.ends[node_id] = "output"
-    builder.end_at_statistics(returned)
+    return tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
+
+
+def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tuple[int, ...]) -> PathGraph:
+    """The PathGraph of the nodes that were written."""
     regions = find_regions(builder.nodes)
-    parameters = describe_parameters(model, builder, regions, lowering.names)
+    parameters = describe_parameters(model, builder, regions, names.parameters)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
         tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
     )  # fmt: skip
 
 
+class Names:
+    """The names of a model's tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first: dict[int, str] = {}
+        named = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in named:
+            first.setdefault(id(parameter), name)
+        self.parameters = {name: first[id(parameter)] for name, parameter in named}
+        """By any name of a parameter, the one it is described under."""
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
 class _Lowering:
     """Keeps what each node of the exported program stands for, and looks operators up."""
 
-    def __init__(self, model: nn.Module, program: ExportedProgram, builder: Builder) -> None:
+    def __init__(
+        self, names: Names, program: ExportedProgram, builder: Builder, inside: str | None, begin: str
+    ) -> None:
         self.builder = builder
         self.program = program
         self.values: dict[fx.Node, Any] = {}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first.setdefault(id(parameter), name)
-        self.names = {
-            name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.names = names
+        self.inside = inside
+        self.begin = begin
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+
+    def own_name(self, name: str) -> str:
+        """A name in the exported program as the whole model has it."""
+        name = own_name(name)
+        if self.inside is None:
+            return name
+        inner = name.removeprefix("module").removeprefix(".")  # of a Part
+        return f"{self.inside}.{inner}" if inner else self.inside
 
     def placeholder(self, node: fx.Node) -> None:
         spec = self.specs[node.name]
@@ -69,15 +102,16 @@ class _Lowering:
             self.values[node] = value
             return
         shape = tuple(map(int, value.shape))
-        target = own_name(spec.target or "")
+        target = self.own_name(spec.target or "")
         if spec.kind.name == "PARAMETER":
+            name = self.names.parameters[target]
             if node.users:
-                self.builder.read.add(self.names[target])
-            self.values[node] = Weight(shape, Stored(shape, self.names[target]))
-        elif target in self.buffers and value.is_floating_point():
+                self.builder.read.add(name)
+            self.values[node] = Weight(shape, Stored(shape, name))
+        elif target in self.names.buffers and value.is_floating_point():
             self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")
         elif spec.kind.name == "USER_INPUT" and value.is_floating_point():
-            self.values[node] = self.builder.begin(shape, "input")
+            self.values[node] = self.builder.begin(shape, self.begin)
         else:
             self.values[node] = self._literal(spec.target or "", shape, value)
 
@@ -103,7 +137,7 @@ class _Lowering:
             return  # an assertion: it returns nothing, so it is no part of the function
         builder = self.builder
         stack = node.meta.get("nn_module_stack") or {}
-        builder.where = own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
+        builder.where = self.own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
         call = self._as_call(node)
         rule = RULES.get(call.name)
         carries = _leaves(call.arguments)

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import logging
 import operator
+import random
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,12 +38,17 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
         if isinstance(module, nn.RNNBase):
             # It would look at addresses for cudnn, which tensors under export do not have.
             module.__dict__["flatten_parameters"] = lambda: None
+    numbers, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_numbers = numpy.random.get_state() if numpy is not None else None
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
+        random.setstate(numbers)
+        if numpy is not None:
+            numpy.random.set_state(numpy_numbers)
         for value, part, contents in saved:
             with contextlib.suppress(Exception):  # one that cannot be restored must not stop the others
                 found = _read(value, part)
