@@ -22,7 +22,7 @@ from pathsgd.graph.builder import Builder, Paths
 from pathsgd.graph.export import examples_for, export_at_batch_one, silence_torch
 from pathsgd.graph.lowering import Names, build_graph, write_nodes
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.recording import Call, Opaque, Recorder, Shaped
+from pathsgd.graph.recording import Call, Opaque, Recorder, Shaped, tensors_of
 from pathsgd.graph.restoring import restore_modules
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.sharding import is_sharded
@@ -38,7 +38,7 @@ def trace_in_parts(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> PathGraph | None:
     """The graph of the parts that can be traced; None if there is none, or if the model cannot be run."""
-    tensors = [*model.parameters(), *model.buffers(), *_tensors((args, kwargs))]
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))]
     if any(tensor.is_meta or is_sharded(tensor) for tensor in tensors):
         return None
     if any(uncompiled(module) is not module for module in model.modules()):
@@ -70,7 +70,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             torch.random.fork_rng(devices),
             torch.compiler.set_stance("force_eager"),
         ):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             _copy_buffers(model)
             recorder = Recorder(model)
             recorder.run(own_args, own_kwargs)
@@ -269,10 +269,6 @@ def _all_calls(calls: list[Call]) -> Iterator[Call]:
 def _has_units(module: nn.Module) -> bool:
     """Whether there can be a unit inside: a weight into it and one out of it."""
     return sum(name.rpartition(".")[2] != "bias" for name, _ in module.named_parameters()) > 1
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _list(names: list[str]) -> str:

@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
         call = Call(module, self.current)
         leaves = tensors_in((args, kwargs))
         call.inputs = set(map(_memory, leaves))
-        call.writable = list(map(_memory, _tensors((args, kwargs))))
+        call.writable = list(map(_memory, tensors_of((args, kwargs))))
         self._look_at(leaves)
         if any(memory in self.parameters for memory in call.inputs):
             call.refuse("it is given a parameter")
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.watching:
             return func(*args, **kwargs)
-        read = _tensors((args, kwargs))
+        read = tensors_of((args, kwargs))
         self._look_at(read)
         memory = [_memory(x) for x in read]
         weights = tuple(m for m in memory if m in self.parameters)
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
             self.outside.update(weights)
         written = self._look_at_writes(func, args, kwargs)
         result = func(*args, **kwargs)
-        returned = set(map(_memory, _tensors(result)))
+        returned = set(map(_memory, tensors_of(result)))
         for m in returned - self.parameters.keys() - self.buffers.keys() - set(memory):
             self.made[m] = self.current
         if weights or not self.variable.isdisjoint(memory):
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
         found: set[StorageWeakRef] = set()
         for k, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
             value = args[k] if k < len(args) else kwargs.get(argument.name)
-            for x in _tensors(value) if argument.is_write else ():
+            for x in tensors_of(value) if argument.is_write else ():
                 found.add(memory := _memory(x))
                 if self.made.get(memory) is None and memory not in self.written:
                     self.written[memory] = x.untyped_storage(), x.untyped_storage().clone()
@@ -227,7 +227,8 @@ class Recorder(TorchDispatchMode):
             self.watching = True
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a structure that torch knows, without those inside other objects."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
