@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

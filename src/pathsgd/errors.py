@@ -40,6 +40,9 @@ class DataDependentError(TraceError):
         pathsgd.errors.DataDependentError: tracing failed in Branches: ...
     """
 
+    module: object = None
+    """The module inside the model in which it is so, if it is known."""
+
 
 class RescaleError(PathError):
     """A rescaling names a unit that does not exist or cannot be rescaled.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
+import random
+import types
 from collections import OrderedDict, defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,14 +37,18 @@ class Holder(nn.Module):
         return self.b(y)
 
 
+WRITTEN = []
+"""What a trace has run: a global, as what the model refers to is put back."""
+
+
 def trace(held, write, fails):
     """The model after a trace, which has to have run ``write``."""
-    written = []
-    model = Holder(held, lambda model, y: written.append(write(model, y)), fails)
+    WRITTEN.clear()
+    model = Holder(held, lambda model, y: WRITTEN.append(write(model, y)), fails)
     before = contents(model)
     with pytest.raises(pathsgd.TraceError, match="as it should") if fails else contextlib.nullcontext():
         pathsgd.trace(model, torch.randn(2, 4))
-    assert written
+    assert WRITTEN
     assert_same(contents(model), before)
     return model
 
@@ -214,6 +222,14 @@ def order_of_an_ordered_dict():
     return OrderedDict(a=1, b=2, c=3), write
 
 
+def namespace():
+    def write(model, y):
+        model.held.sizes.append(y)
+        model.held.new = y
+
+    return types.SimpleNamespace(sizes=[1]), write
+
+
 def order_of_a_dict():
     def write(model, y):
         model.held["a"] = model.held.pop("a")
@@ -277,7 +293,8 @@ CASES = {
         case.__name__: case
         for case in (
             frozen_dict_written_regardless, dict_of_lists, object_in_the_cache, replaced_dict_of_an_object,
-            slots, inherited_slots, configuration, order_of_an_ordered_dict, order_of_a_dict, new_attribute,
+            slots, inherited_slots, configuration, namespace, order_of_an_ordered_dict, order_of_a_dict,
+            new_attribute,
             replaced_attribute, deleted_attribute, unregistered_module, lazy_attribute_of_torch,
             attribute_of_a_tensor, sparse_tensor,
         )
@@ -392,3 +409,73 @@ def test_a_model_that_refers_to_a_large_dataset():
     assert (held.keys, held.length) == ([], 0)
     assert not hasattr(held, "newest")
     assert len(held.numbers) == len(held.samples) == 500_000
+
+
+def list_in_a_closure():
+    """As that of a hook that collects activations."""
+    seen, last = ["first"], None
+
+    def hook(y):
+        nonlocal last
+        seen.append(y)
+        last = y
+
+    return hook, lambda: (list(seen), last)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_function_closes_over(fails):
+    hook, look = list_in_a_closure()
+    partial = functools.partial(list.append, [])
+    trace([hook, partial], lambda model, y: [write(y) for write in model.held], fails)
+    assert look() == (["first"], None)
+    assert partial.args == ([],)
+
+
+PROCESS = {
+    "a number": (lambda model: random.random(), random.getstate),
+    "numpy's number": (lambda model: np.random.rand(), lambda: str(np.random.get_state())),
+    "torch's number": (lambda model: torch.rand(2), lambda: torch.get_rng_state().tolist()),
+    "seed": (lambda model: torch.manual_seed(9), lambda: torch.get_rng_state().tolist()),
+    "dtype": (lambda model: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "grad mode": (lambda model: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "autocast": (
+        lambda model: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("case", PROCESS)
+def test_what_the_process_shares(case, fails):
+    write, look = PROCESS[case]
+    model = Holder(None, lambda model, y: write(model), fails)
+    x = torch.ones(2, 4)
+    before = look()
+    with contextlib.suppress(pathsgd.TraceError):
+        pathsgd.trace(model, x)
+    assert look() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.requires_grad_(False),
+        lambda model: model.a.weight.grad.mul_(2),
+        lambda model: torch.rand(2, generator=model.held),
+        lambda model: model.eval(),
+    ],
+)
+def test_gradients_and_flags(write, fails):
+    model = Holder(torch.Generator(), lambda model, y: write(model), fails)
+    model.a.weight.grad = gradient = torch.ones(4, 4)
+    state = model.held.get_state()
+    with contextlib.suppress(pathsgd.TraceError):
+        pathsgd.trace(model, torch.ones(2, 4))
+    assert model.a.weight.grad is gradient
+    assert bool((gradient == 1).all())
+    assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(model.held.get_state(), state)
+    assert all(module.training for module in model.modules())

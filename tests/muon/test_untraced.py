@@ -1,4 +1,4 @@
-"""A model whose control flow or sizes depend on values is trained all the same, and the table says so."""
+"""A model of which no part can be traced is trained all the same, and the table says so."""
 
 from __future__ import annotations
 
@@ -38,36 +38,6 @@ class Readout(nn.Module):
         return self.head(pooled.relu())
 
 
-class Experts(nn.Module):
-    """Every row goes to one of two experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)) for _ in "ab"
-        )
-
-    def forward(self, x):
-        weights, chosen = self.gate(x).softmax(1).max(1)
-        y = x.new_zeros(len(x), 3)
-        for k, expert in enumerate(self.experts):
-            (rows,) = torch.where(chosen == k)
-            y = y.index_add(0, rows, weights[rows, None] * expert(x[rows]))
-        return y
-
-
-class EarlyExperts(Experts):
-    """An expert without rows is not run."""
-
-    def forward(self, x):
-        y, chosen = x.new_zeros(len(x), 3), self.gate(x).argmax(1)
-        for k, expert in enumerate(self.experts):
-            if (chosen == k).any():
-                y = torch.where((chosen == k)[:, None], expert(x), y)
-        return y
-
-
 def batch(model):
     generator = torch.Generator().manual_seed(0)
     if isinstance(model, Readout):
@@ -76,7 +46,7 @@ def batch(model):
     return torch.randn(32, 4, generator=generator), torch.arange(32) % 3
 
 
-@pytest.fixture(params=[Actor, Readout, Experts, EarlyExperts], ids=lambda cls: cls.__name__)
+@pytest.fixture(params=[Actor, Readout], ids=lambda cls: cls.__name__)
 def model(request):
     torch.manual_seed(0)
     return request.param()

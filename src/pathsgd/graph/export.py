@@ -35,9 +35,8 @@ def export_at_batch_one(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
 ) -> tuple[ExportedProgram, list[str]]:
     """The exported program, and what a reader of the report should know about it."""
-    inputs = _on_device_of(model, (args, kwargs))
-    _check_example(inputs, batch_dim)
-    examples = [inputs, *_in_precision_of(model, inputs)]
+    _check_example((args, kwargs), batch_dim)
+    examples = examples_for(model, args, kwargs)
     errors = []
     for args, kwargs in examples:
         try:
@@ -60,6 +59,12 @@ def export_at_batch_one(
     raise errors[-1]  # an earlier one may be about nothing but precision
 
 
+def examples_for(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The inputs as the model may take them, to be tried one after the other."""
+    inputs = _on_device_of(model, (args, kwargs))
+    return [inputs, *_in_precision_of(model, inputs)]
+
+
 def _at_batch_one(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
 ) -> tuple[ExportedProgram, list[str]]:
@@ -67,7 +72,7 @@ def _at_batch_one(
     if cut is None:
         return _export(model, args, kwargs), []
     one, options = cut
-    with contextlib.suppress(TraceError):
+    try:
         # Made functional only when that is known: it takes several times as long as the export.
         program = _export(model, one, options, functional=False)
         if _depends_on_size(program, model, _cut_batch((args, kwargs), batch_dim, to=2)):
@@ -78,6 +83,10 @@ def _at_batch_one(
             return _export(model, args, kwargs), [note]
         program = _export(model, one, options) if _mutates(program) else program
         return program, _time_first(model) if batch_dim == 0 else []
+    except DataDependentError:
+        raise  # as it would be at any size
+    except TraceError:
+        pass
     # Perhaps the model fixes its batch size, or the example has no batch axis at all.
     note = (
         f"axis {batch_dim} of the example could not be cut to one entry, so all of it counts as "
@@ -256,7 +265,7 @@ def _export(
             restore_modules(model),
             _PlainLayers(),
             export_in_this_thread_only(),
-            _silence_torch(),
+            silence_torch(),
         ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if functional and _mutates(program):
@@ -270,7 +279,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _silence_torch() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """Suppresses the warnings, the error log and the printed graphs of export: what matters is raised."""
     logger = logging.getLogger("torch")
     level = logger.level
@@ -292,43 +301,78 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """Operators that always return new memory. Others, such as dropout, may return what they are given."""
+FILLED = frozenset(
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty")
+)
+"""Operators that make a tensor of one number."""
+PARTIAL = frozenset(("aten::select", "aten::slice"))
 
 
 def _mutates(program: ExportedProgram) -> bool:
-    """Whether anything is written in place that the program must be made functional for: not a counter (of a
-    batch norm), and not a new value that nothing else reads, as by an in-place ReLU."""
+    """Whether anything is written in place that the program must be made functional for."""
+    return written_in_place(program) is None
+
+
+def written_in_place(program: ExportedProgram) -> set[fx.Node] | None:
+    """The constants of which a part is written later, as by ``y = zeros(...); y[:, 0] = x``: paths end there
+    all the same. None if anything else is written, but for a counter (of a batch norm), and a new value that
+    nothing else reads, as by an in-place ReLU."""
     private: set[fx.Node] = set()
+    written: set[fx.Node] = set()
     for node in program.graph.nodes:
         schema = operator_schema(node.target)
         if schema is None:
             continue
         if not schema.is_mutable:
-            if schema.name in FRESH:
+            # What an operator returns is new memory or, as of a view, that of its inputs.
+            if schema.name in FRESH or all(x in private and len(x.users) == 1 for x in node.all_input_nodes):
                 private.add(node)
             continue
+        if schema.name == "aten::detach_":
+            continue  # of a tensor written in the code: no number changes
         target = node.args[0] if node.args else None
         writes = [argument.is_write for argument in schema.arguments]
-        if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:
+        first_only = writes[0] and sum(writes) == 1
+        if target in private and len(target.users) == 1 and first_only:
             private.add(node)
             continue
         value = target.meta.get("val") if isinstance(target, fx.Node) else None
-        if not (isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 0):
-            return True
-    return False
+        if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 0:
+            continue
+        base = written_constant(node)
+        if base is None:
+            return None
+        written.add(base)
+    return written
+
+
+def written_constant(node: fx.Node) -> fx.Node | None:
+    """The constant to a part of which a node copies."""
+    view: Any = node.args[0]
+    schema = operator_schema(view.target) if operator_schema(node.target).name == "aten::copy_" else None
+    while schema is not None and schema.name in PARTIAL:
+        view = view.args[0]
+        schema = operator_schema(view.target)
+        if schema is not None and (schema.name in FILLED or not view.all_input_nodes):
+            return view
+    return None
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:
     """A TraceError that names the module in which export failed, and says what to do."""
     names = {module: name for name, module in model.named_modules()}
-    where = type(model).__name__
+    where, module = type(model).__name__, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         inner = frame.f_locals.get("self")
         if isinstance(inner, nn.Module) and names.get(inner):
-            where = f"{names[inner]!r} ({type(inner).__name__})"
+            where, module = f"{names[inner]!r} ({type(inner).__name__})", inner
     shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     message = str(error).strip().splitlines() or [type(error).__name__]
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        return explain_values(where, message[0])
+        explained = explain_values(where, message[0])
+        explained.module = module
+        return explained
     advice = f"check that example_input {shapes} is what the model's forward takes"
     if kwargs and not args:
         advice += "; a dict is taken as keyword inputs: for a model that takes one dict, pass (that dict,)"

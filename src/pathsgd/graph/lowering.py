@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from pathsgd._torch import is_pointwise, operator_schema
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
-from pathsgd.graph.export import own_name
+from pathsgd.graph.export import own_name, written_constant, written_in_place
 from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
@@ -22,12 +22,26 @@ if TYPE_CHECKING:
 LARGEST_LITERAL = 1 << 16
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
 """Operators that call a program inside the program."""
+WRITTEN = "a part of it is written in place"
 
 
 def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
     """The PathGraph of an exported program."""
     builder = Builder(notes=notes)
-    lowering = _Lowering(model, program, builder)
+    names = Names(model)
+    returned = write_nodes(builder, program, names)
+    for node_id in returned:
+        builder.ends[node_id] = "output"
+    builder.end_at_statistics(returned)
+    return build_graph(model, builder, names, returned)
+
+
+def write_nodes(
+    builder: Builder, program: ExportedProgram, names: Names, inside: str | None = None, begin: str = "input"
+) -> tuple[int, ...]:
+    """Writes the nodes of an exported program, and returns those of its outputs. ``inside`` is the module of
+    the model that was exported, if not all of it."""
+    lowering = _Lowering(names, program, builder, inside, begin)
     outputs: list[Any] = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -35,14 +49,15 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
         elif node.op == "call_function":
             lowering.call(node)
         elif node.op == "output":
-            builder.where = ""
+            builder.where = inside or ""
             outputs = lowering.outputs(node)
-    returned = tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
-    for node_id in returned:
-        builder.ends[node_id] = "output"
-    builder.end_at_statistics(returned)
+    return tuple(dict.fromkeys(value.node for value in outputs if isinstance(value, Paths)))
+
+
+def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tuple[int, ...]) -> PathGraph:
+    """The PathGraph of the nodes that were written."""
     regions = find_regions(builder.nodes)
-    parameters = describe_parameters(model, builder, regions, lowering.names)
+    parameters = describe_parameters(model, builder, regions, names.parameters)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
         tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
@@ -50,22 +65,42 @@ def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathG
     )  # fmt: skip
 
 
+class Names:
+    """The names of a model's tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first: dict[int, str] = {}
+        named = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in named:
+            first.setdefault(id(parameter), name)
+        self.parameters = {name: first[id(parameter)] for name, parameter in named}
+        """By any name of a parameter, the one it is described under."""
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
 class _Lowering:
     """Keeps what each node of the exported program stands for, and looks operators up."""
 
-    def __init__(self, model: nn.Module, program: ExportedProgram, builder: Builder) -> None:
+    def __init__(
+        self, names: Names, program: ExportedProgram, builder: Builder, inside: str | None, begin: str
+    ) -> None:
         self.builder = builder
         self.program = program
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[fx.Node, Tensor] = {}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first.setdefault(id(parameter), name)
-        self.names = {
-            name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.names = names
+        self.inside = inside
+        self.begin = begin
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+        self.written = written_in_place(program) or set()
+
+    def own_name(self, name: str) -> str:
+        """A name in the exported program as the whole model has it."""
+        name = own_name(name)
+        if self.inside is None:
+            return name
+        inner = name.removeprefix("module").removeprefix(".")  # of a Part
+        return f"{self.inside}.{inner}" if inner else self.inside
 
     def placeholder(self, node: fx.Node) -> None:
         spec = self.specs[node.name]
@@ -74,15 +109,16 @@ class _Lowering:
             self.values[node] = value
             return
         shape = tuple(map(int, value.shape))
-        target = own_name(spec.target or "")
+        target = self.own_name(spec.target or "")
         if spec.kind.name == "PARAMETER":
+            name = self.names.parameters[target]
             if node.users:
-                self.builder.read.add(self.names[target])
-            self.values[node] = Weight(shape, Stored(shape, self.names[target]))
-        elif target in self.buffers and value.is_floating_point():
+                self.builder.read.add(name)
+            self.values[node] = Weight(shape, Stored(shape, name))
+        elif target in self.names.buffers and value.is_floating_point():
             self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")
         elif spec.kind.name == "USER_INPUT" and value.is_floating_point():
-            self.values[node] = self.builder.begin(shape, "input")
+            self.values[node] = self.builder.begin(shape, self.begin)
         else:
             self.values[node] = self._literal(spec.target or "", shape, value)
             if isinstance(self.values[node], Index):
@@ -92,6 +128,8 @@ class _Lowering:
         """A tensor written in the model's code, by its numbers; anything else carries no path."""
         constant = self.program.constants.get(spec_target)
         if isinstance(constant, Tensor) and fake.is_floating_point():
+            if constant.is_meta:
+                return Unknown(shape, True, "a tensor without values")
             if constant.numel() <= LARGEST_LITERAL:
                 numbers = tuple(map(float, constant.detach().flatten().tolist()))
                 return Weight(
@@ -115,11 +153,14 @@ class _Lowering:
             return
         builder = self.builder
         stack = node.meta.get("nn_module_stack") or {}
-        builder.where = own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
+        builder.where = self.own_name(next((path for path, _ in reversed(list(stack.values()))), ""))
         call = self._as_call(node)
         rule = RULES.get(call.name)
         carries = _leaves(call.arguments)
+        schema = operator_schema(node.target)
         try:
+            if schema is not None and schema.is_mutable and written_constant(node) in self.written:
+                raise Ends(WRITTEN)
             if rule is None:
                 constant = not any(isinstance(value, (Paths, Weight)) for value in carries)
                 raise Ends(f"a constant made by {call.name}" if constant else why_it_ends(call.name))
@@ -130,13 +171,23 @@ class _Lowering:
                         builder.end(value, f"{call.name} reads it as its {name}")
             if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
                 result = result[0]
+            if node in self.written and call.floating:
+                # All that is read of it, before the write as well, counts as new.
+                for value in _leaves({"": result}):
+                    builder.end(value, WRITTEN)
+                result = builder.begin(call.shape, WRITTEN)
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
 
     def _is_inner(self, node: fx.Node) -> bool:
-        name = getattr(node.target, "__name__", str(node.target))
-        return name in INNER and any(n.op == "get_attr" for n in node.all_input_nodes)
+        """Whether it calls a program inside the program that writes nothing in place."""
+        if getattr(node.target, "__name__", str(node.target)) not in INNER:
+            return False
+        programs = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        graphs = [self.program.graph_module.get_submodule(str(n.target)).graph for n in programs]
+        schemas = [operator_schema(inner.target) for graph in graphs for inner in graph.nodes]
+        return bool(graphs) and not any(schema is not None and schema.is_mutable for schema in schemas)
 
     def _inner(self, node: fx.Node) -> None:
         """A program inside the program, of autocast, no_grad or branches. Both branches count."""
@@ -179,6 +230,9 @@ class _Lowering:
         if not isinstance(fake, Tensor) or fake.is_floating_point() or fake.numel() > LARGEST_LITERAL:
             return False
         if fake.is_meta or not all(k in self.numbers for k in node.all_input_nodes):
+            return False
+        schema = operator_schema(node.target)
+        if node in self.written or schema is None or schema.is_mutable:
             return False
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.numbers.__getitem__)
         operator: Any = node.target

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import logging
 import operator
+import random
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from pathsgd._torch import versions
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
 """The first that a class derives from is the one that reads it: an OrderedDict keeps an order of its own."""
-_NOT_OF_A_MODEL = (type, FunctionType, ModuleType, logging.Logger)
+_NOT_OF_A_MODEL = (type, ModuleType, logging.Logger)
 """Classes of what a model refers to but the whole process shares, and export itself changes: it creates
 loggers."""
 _LOCKS = {type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event}
@@ -32,6 +34,11 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
     and the tensors that they hold (fake tensors, for one). What it did not write is not touched."""
     saved = _save_references(model)
     copies = _copy_values(model, (value for value, _, _ in saved))
+    tensors = [
+        x for x in (*model.parameters(), *model.buffers(), *(held for held, *_ in copies)) if x.is_leaf
+    ]
+    gradients = [(x, x.requires_grad, x.grad) for x in tensors]
+    generators = [(value, value.get_state()) for value, _, _ in saved if type(value) is torch.Generator]
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             # It would look at addresses for cudnn, which tensors under export do not have.
@@ -39,7 +46,8 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with _restore_process():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
         for value, part, contents in saved:
@@ -47,10 +55,38 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
                 found = _read(value, part)
                 if len(found) != len(contents) or not all(map(operator.is_, found, contents)):
                     _write(value, part, contents)
+        for tensor, needed, gradient in gradients:
+            if tensor.requires_grad != needed or tensor.grad is not gradient:
+                tensor.requires_grad_(needed)
+                tensor.grad = gradient
+        for generator, state in generators:
+            generator.set_state(state)
         for tensor, data, copy, version in copies:
             with contextlib.suppress(Exception), torch.no_grad():
                 if tensor.device != data.device or versions([tensor]) != version:  # a fake one has none
                     tensor.data = data.copy_(copy)
+
+
+@contextlib.contextmanager
+def _restore_process() -> Iterator[None]:
+    """Puts back what a forward pass may set for the whole process. Export draws no numbers of torch."""
+    numpy = sys.modules.get("numpy")
+    drawn, numpy_drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    torch_drawn, seed = torch.get_rng_state(), torch.initial_seed()
+    dtype = torch.get_default_dtype()
+    kinds = ["cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) else [])]
+    cast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.random.set_state(numpy_drawn)
+        if torch.initial_seed() != seed:
+            torch.set_rng_state(torch_drawn)
+        torch.set_default_dtype(dtype)
+        for kind, enabled in cast.items():
+            torch.set_autocast_enabled(kind, enabled)
 
 
 def _save_references(model: nn.Module) -> list[tuple[Any, Any, list[Any]]]:
@@ -88,13 +124,18 @@ def _parts(kind: type) -> list[Any]:
     container that it derives from, and the descriptors of its ``__dict__`` and slots."""
     if issubclass(kind, _NOT_OF_A_MODEL):
         return []
+    if kind is FunctionType:
+        return [vars(kind)["__closure__"]]  # a hook may collect what it sees in a list outside of it
+    if kind is CellType:
+        return [vars(kind)["cell_contents"]]
     if kind in _CONTAINERS:
         return [kind]  # an OrderedDict has a __dict__, too, which nobody uses; a module has ten of these
     parts: list[Any] = [container for container in _CONTAINERS if issubclass(kind, container)][:1]
     for base in kind.__mro__:
         for name, entry in vars(base).items():
-            is_slot = "__slots__" in vars(base) and type(entry) is MemberDescriptorType
-            if is_slot or (name == "__dict__" and type(entry) is GetSetDescriptorType):
+            if type(entry) is MemberDescriptorType or (
+                name == "__dict__" and type(entry) is GetSetDescriptorType
+            ):
                 parts.append(entry)
     return parts
 
@@ -108,8 +149,8 @@ def _read(value: Any, part: Any) -> list[Any]:
         return list(part.__iter__(value))
     try:
         return [part.__get__(value)]
-    except AttributeError:
-        return []  # a slot without a value
+    except (AttributeError, ValueError):
+        return []  # a slot, or a variable, without a value
 
 
 def _write(value: Any, part: Any, contents: list[Any]) -> None:

@@ -14,6 +14,7 @@ from pathsgd._torch import finish_uncompiled, is_about_values
 from pathsgd.errors import TraceError
 from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
+from pathsgd.graph.parts import guess_roles, trace_in_parts
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.sharding import is_sharded, whole_parameters
@@ -49,7 +50,8 @@ def trace(
     """Finds the paths of a model: its units, edges and regions.
 
     Args:
-        model: any module. It is not run on real data, not copied and not changed.
+        model: any module. It is not copied and not changed, and run on real data only if it cannot be traced
+            as a whole; then those of its modules are traced that can be.
         example_input: a tensor, a tuple of positional inputs, a dict of keyword inputs, or
             :class:`Inputs` for both kinds; only shapes matter, and whether it holds floats or integers. A
             PathGraph is returned as it is. May be left out for an ``nn.Sequential`` whose first is a Linear.
@@ -62,7 +64,7 @@ def trace(
     Raises:
         TraceError: the model cannot be exported with this example, or has parameters for which paths are not
             defined; the message says what to do.
-        DataDependentError: its control flow or its sizes depend on values.
+        DataDependentError: its control flow or its sizes depend on values, and no part of it can be traced.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
@@ -77,11 +79,24 @@ def trace(
     _check_memory(model)
     with whole_parameters(model):
         args, kwargs = _as_inputs(model, example_input)
-        program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-        graph = _lower(model, program, notes)
+        graph = _trace_whole_or_parts(model, args, kwargs, batch_dim)
     graph.in_training.folded, graph.folded  # noqa: B018  found here, so that a compiled step finds them
     remember_model(graph, model)
     finish_uncompiled()
+    return graph
+
+
+def _trace_whole_or_parts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
+) -> PathGraph:
+    try:
+        program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
+        return _lower(model, program, notes)
+    except TraceError as error:
+        reason = error
+    graph = trace_in_parts(model, args, kwargs, str(reason))
+    if graph is None:
+        raise reason
     return graph
 
 
@@ -165,18 +180,11 @@ def _as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
 
 def describe_untraced(model: nn.Module, reason: str) -> PathGraph:
     """A graph without paths: steps are relative to the weights themselves."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-    def find_roles(name: str, p: nn.Parameter) -> tuple[str, ...]:
-        if id(p) in embeddings:
-            return ("embedding",)
-        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]  # as torch calls them
-        return ("weight",) if is_matrix else ()
-
+    roles = guess_roles(model)
     parameters = {
         name: ParameterInfo(
             name, tuple(p.shape), p.requires_grad, ParameterStatus.OUTSIDE,
-            "outside: the model could not be traced", find_roles(name, p),
+            "outside: the model could not be traced", roles[name],
         )
         for name, p in model.named_parameters()
     }  # fmt: skip

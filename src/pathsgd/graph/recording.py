@@ -1,0 +1,247 @@
+"""Which module was called with what in one run of a model, which operators it ran, and what would make a
+trace of that call alone differ from what it did in the run."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pathsgd._torch import TorchDispatchMode, operator_schema, tree_leaves, tree_map
+from pathsgd.graph.export import tensors_in
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A tensor that a module was given, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Opaque:
+    """An object that a module was given and torch does not know, such as a cache, as it was then."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return type(self.value).__qualname__
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module."""
+
+    module: nn.Module
+    parent: Call | None
+    given: Any = None
+    """Its arguments, tensors as :class:`Shaped`."""
+    problem: str = ""
+    """Why a trace of it alone would not be what it did."""
+    events: list[Any] = field(default_factory=list)
+    """What it ran, in order: operators with the parameters they read, and calls of other modules."""
+    inputs: set[StorageWeakRef] = field(default_factory=set)
+    writable: list[StorageWeakRef] = field(default_factory=list)
+    """The memory of the tensors it was given as they are, not inside an object."""
+    outputs: set[StorageWeakRef] = field(default_factory=set)
+    running: bool = True
+
+    def chain(self) -> Iterator[Call]:
+        """The call, then those it was made in."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+    def operators(self) -> Iterator[tuple[str, tuple[StorageWeakRef, ...]]]:
+        """The operators that it ran, also in the calls it made, with the memory of parameters they read."""
+        for event in self.events:
+            if isinstance(event, Call):
+                yield from event.operators()
+            else:
+                yield event
+
+    def children(self) -> list[Call]:
+        """The calls it made."""
+        return [event for event in self.events if isinstance(event, Call)]
+
+    def refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a run of a model. Memory tells tensors apart, so views are seen as well."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.thread = threading.get_ident()
+        self.calls: list[Call] = []
+        """Those of the model itself."""
+        self.current: Call | None = None
+        self.parameters: dict[StorageWeakRef, list[nn.Parameter]] = {}
+        """By memory: the weights of a recurrent layer share theirs on a GPU."""
+        for p in model.parameters():
+            self.parameters.setdefault(_memory(p), []).append(p)
+        self.buffers = {_memory(b): b for b in model.buffers() if b.layout == torch.strided}
+        self.made: dict[StorageWeakRef, Call | None] = {}
+        """By memory, the call that made it; None for the inputs of the model."""
+        self.variable: set[StorageWeakRef] = set()
+        """Memory whose values depend on inputs or parameters."""
+        self.read: set[StorageWeakRef] = set()
+        """The parameters that were read."""
+        self.outside: set[StorageWeakRef] = set()
+        """Those that were read in no call."""
+        self.written: dict[StorageWeakRef, tuple[Any, Any]] = {}
+        """Memory that is older than the run, with a copy made before something wrote to it."""
+        self.watching = True
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model without gradients, and puts the memory back that it wrote."""
+        data = [(tensor, tensor.data) for tensor in self.model.parameters()]
+        self.variable.update(map(_memory, tensors_in((args, kwargs))))
+        self.made.update(dict.fromkeys(self.variable))
+        try:
+            with ExitStack() as stack:
+                for module in self.model.modules():
+                    before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+                    after = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+                with torch.no_grad(), self:
+                    return self.model(*args, **kwargs)
+        finally:
+            for tensor, own in data:
+                if tensor.data_ptr() != own.data_ptr():
+                    tensor.data = own
+            for storage, before in self.written.values():
+                storage.copy_(before)
+
+    # Modules
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return  # somebody else's
+        call = Call(module, self.current)
+        leaves = tensors_in((args, kwargs))
+        call.inputs = set(map(_memory, leaves))
+        call.writable = list(map(_memory, tensors_of((args, kwargs))))
+        self._look_at(leaves)
+        if any(memory in self.parameters for memory in call.inputs):
+            call.refuse("it is given a parameter")
+        with self._unwatched():
+            try:
+                call.given = tree_map(_describe, (args, kwargs))
+            except Exception:
+                call.refuse("it is given an object that cannot be copied")
+        (self.calls if self.current is None else self.current.events).append(call)
+        self.current = call
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        call = self.current
+        if threading.get_ident() != self.thread or call is None:
+            return
+        left = tensors_in((result, [x for x in tree_leaves((args, kwargs)) if not isinstance(x, Tensor)]))
+        call.outputs = {_memory(x) for x in left}
+        call.running = False
+        self.current = call.parent
+        self._look_at(left)
+
+    # Operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        read = tensors_of((args, kwargs))
+        self._look_at(read)
+        memory = [_memory(x) for x in read]
+        weights = tuple(m for m in memory if m in self.parameters)
+        self.read.update(weights)
+        if self.current is not None:
+            self.current.events.append((str(func), weights))
+        else:
+            self.outside.update(weights)
+        written = self._look_at_writes(func, args, kwargs)
+        result = func(*args, **kwargs)
+        returned = set(map(_memory, tensors_of(result)))
+        for m in returned - self.parameters.keys() - self.buffers.keys() - set(memory):
+            self.made[m] = self.current
+        if weights or not self.variable.isdisjoint(memory):
+            self.variable |= (returned | written) - self.parameters.keys() - self.buffers.keys()
+        return result
+
+    def _look_at(self, tensors: Iterable[Tensor]) -> None:
+        """The running calls read these."""
+        for memory in self.variable.intersection(map(_memory, tensors)):
+            made_in = self._made_in(memory)
+            for call in made_in:
+                if not call.running and memory not in call.outputs:
+                    call.refuse("a value inside it is read elsewhere")
+            for call in self._running():
+                if call not in made_in and memory not in call.inputs:
+                    call.refuse("it reads a value that it is not given")
+
+    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> set[StorageWeakRef]:
+        """Refuses calls that write to what is not theirs, and returns what is written."""
+        schema = operator_schema(func)
+        found: set[StorageWeakRef] = set()
+        for k, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            for x in tensors_of(value) if argument.is_write else ():
+                found.add(memory := _memory(x))
+                if self.made.get(memory) is None and memory not in self.written:
+                    self.written[memory] = x.untyped_storage(), x.untyped_storage().clone()
+        for memory in found:
+            buffer, made_in = self.buffers.get(memory), self._made_in(memory)
+            for call in self._running():
+                own = call in made_in or any(buffer is x for x in call.module.buffers())
+                if not own and call.writable.count(memory) != 1:
+                    call.refuse("it writes in place to what is not its own")
+        return found
+
+    def _running(self) -> Iterator[Call]:
+        return iter(()) if self.current is None else self.current.chain()
+
+    def _made_in(self, memory: StorageWeakRef) -> set[Call]:
+        call = self.made.get(memory)
+        return set() if call is None else set(call.chain())
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        self.watching = False
+        try:
+            yield
+        finally:
+            self.watching = True
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a structure that torch knows, without those inside other objects."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """Equal for all views of one memory, and for nothing else while it is kept."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Shaped(tuple(value.shape), value.dtype, value.device)
+    if isinstance(value, PLAIN):
+        return value
+    if callable(value):
+        raise TypeError
+    return Opaque(copy.deepcopy(value))
