@@ -332,6 +332,8 @@ class _Solver:
 
     def _correct_layers(self, step: Tensor, flow: _Flow) -> Tensor:
         """A step in which the mean of each layer is replaced by what Newton's method finds."""
+        if not len(self.free_layers):
+            return step
         weight = torch.where(self.live, torch.logaddexp(flow.arriving, flow.leaving), -math.inf)
         share = (weight - _log_sum(weight, self.layers, self.layer_count)[self.layers]).exp()
         share = torch.where(self.live, share, 0)
@@ -354,7 +356,8 @@ class _Solver:
         flow = self._measure(t, self.live | self.fixed)
         norm = flow.arriving / self.q
         least = self._mean_norm(norm) + math.log(FADED)
-        return self.relations.complete(torch.where(self.live, t + (least - norm).clamp(min=0), t))
+        has_norm = self.live & (norm > -math.inf)
+        return self.relations.complete(torch.where(has_norm, t + (least - norm).clamp(min=0), t))
 
     def _mean_norm(self, norm: Tensor) -> Tensor:
         """log of the mean norm of the live classes of every class's layer; 0 if it has none."""

@@ -51,8 +51,9 @@ class Builder:
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
     begins: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)
-    """The ends at which no rescaling passes."""
+    """The ends at which rescalings pass, and those at which they do not; the latter counts."""
     outside: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """The parameters that some operator reads."""
@@ -90,34 +91,40 @@ class Builder:
         if isinstance(value, Paths):
             self.ends.setdefault(value.node, reason)
             self.boundaries.append((value.node, self.where, reason))
-            if not passes:
-                self.stopped.add(value.node)
+            (self.passed if passes else self.stopped).add(value.node)
         else:
             for name in parameters_of(value):
                 self.outside.setdefault(name, reason)
 
     def multiply_activations(
-        self, values: Sequence[Value], reason: str, shape: Iterable[int], products: str = ""
+        self,
+        values: Sequence[Value],
+        reason: str,
+        shape: Iterable[int],
+        axes: Sequence[str] = (),
+        target: str = "",
     ) -> Paths:
         """A product that is no path, as of two activations: the factors of its units are products of theirs.
 
         Args:
-            values: what is multiplied; of those that carry no paths, nothing is known but that they do not
-                change with a rescaling.
+            values: what is multiplied; those that carry no paths do not change with a rescaling.
             reason: for the report.
             shape: of the result.
-            products: as in :class:`nodes.Begin`, for those of the values that carry paths; by default they
-                are multiplied entry by entry.
+            axes: a letter for each axis of each value, as for einsum; by default they are multiplied entry by
+                entry.
+            target: the letters of the result.
         """
-        target, carrying = tuple(shape), [value for value in values if isinstance(value, Paths)]
+        shape, values = tuple(shape), [self.paths(v) if isinstance(v, Weight) else v for v in values]
+        carrying = [value for value in values if isinstance(value, Paths)]
+        same = not axes and all(self.shape(value) == shape for value in carrying)
+        if not axes:
+            target = "".join(map(chr, range(ord("a"), ord("a") + len(shape))))
+            axes = [target[len(shape) - len(self.shape(value)) :] for value in values]
         for value in values:
             self.end(value, reason, passes=True)
-        same = not products and all(self.shape(value) == target for value in carrying)
-        if not products:
-            letters = "".join(map(chr, range(ord("a"), ord("a") + len(target))))
-            own = (letters[len(target) - len(self.shape(value)) :] for value in carrying)
-            products = f"{','.join(own)}->{letters}"
-        return self.begin(target, reason, carrying, pointwise=same, products=products)
+        own = [letters for value, letters in zip(values, axes, strict=True) if isinstance(value, Paths)]
+        products = f"{','.join(own)}->{target}" if own else ""
+        return self.begin(shape, reason, carrying, pointwise=same, products=products)
 
     def paths(self, value: Value, shape: Shape | None = None) -> Paths:
         """``value`` as units of the graph, broadcast to ``shape``: a weight becomes edges from the

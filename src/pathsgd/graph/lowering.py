@@ -61,7 +61,7 @@ def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tupl
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
         tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
-        frozenset(builder.ends.keys() - builder.stopped - set(returned)),
+        frozenset(builder.passed - builder.stopped - set(returned)),
     )  # fmt: skip
 
 

@@ -204,6 +204,8 @@ class _Search:
         whole, start = self.builder, len(self.builder.nodes)
         whole.nodes += [replace(node, inputs=tuple(start + k for k in node.inputs)) for node in part.nodes]
         whole.ends |= {start + k: reason for k, reason in part.ends.items()}
+        whole.passed |= {start + k for k in part.passed}
+        whole.stopped |= {start + k for k in part.stopped}
         whole.boundaries += [(start + k, where, reason) for k, where, reason in part.boundaries]
         whole.begins |= {start + k: tuple(start + n for n in found) for k, found in part.begins.items()}
         whole.outside = {**part.outside, **whole.outside}

@@ -177,7 +177,8 @@ def find_free(count: int, triples: Tensor, preferred: Tensor) -> Terms:
 def _choose_pivots(left: Terms, count: int, preferred: Tensor) -> Tensor:
     """Which terms to solve their relations for: at most one of each relation, in no other of these."""
     uses = torch.bincount(left.by, minlength=count)
-    rank = left.by + count * (~preferred[left.by]).long() - 2 * count * uses[left.by]
+    most = int(uses.max()) + 1
+    rank = left.by + count * (most * (~preferred[left.by]).long() - uses[left.by])
     rank = torch.where(left.power.abs() == 1, rank, NEVER)
     relations = int(left.of.max()) + 1
     best = rank.new_full((relations,), NEVER).scatter_reduce(0, left.of, rank, "amax")

@@ -134,8 +134,8 @@ def glu(b: Builder, call: Call) -> Value:
 def view_as_complex(b: Builder, call: Call) -> Value:
     """A complex number turns as a pair of real ones does: both are rescaled together."""
     x, axes = call.paths("self"), "abcdefgh"[: max(len(call.shape), len(b.shape(call["self"]))) - 1]
-    products = f"{axes}z->{axes}" if call.name == "view_as_complex" else f"{axes}->{axes}z"
-    return b.multiply_activations([x], "complex numbers", call.shape, products)
+    before, after = (f"{axes}z", axes) if call.name == "view_as_complex" else (axes, f"{axes}z")
+    return b.multiply_activations([x], "complex numbers", call.shape, [before], after)
 
 
 @rule("softmax", "_softmax")

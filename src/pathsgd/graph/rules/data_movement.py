@@ -15,7 +15,7 @@ from pathsgd.graph.rules.registry import Call, rule
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
-      "view_copy", "_reshape_alias", moves=True)  # fmt: skip
+      "view_copy", "_reshape_alias", "reshape_as", "view_as", moves=True, ignores=("other",))  # fmt: skip
 def reshape(b: Builder, call: Call) -> Value:
     # The exported program already knows the resulting shape, so every spelling is one case.
     return b.reshape(call["self"], call.shape)

@@ -61,9 +61,8 @@ def contract(
     if isinstance(left, Paths) and isinstance(right, Weight):
         return _apply_weight(b, left, right, axes, target, call.shape)
     unknown = next((value.reason for value in values if isinstance(value, Unknown)), "")
-    own = [letters for value, letters in zip(values, axes, strict=True) if isinstance(value, Paths)]
     reason = unknown or f"{call.name} of two activations"
-    return b.multiply_activations(values, reason, call.shape, f"{','.join(own)}->{target}")
+    return b.multiply_activations(values, reason, call.shape, axes, target)
 
 
 def _apply_weight(
@@ -163,9 +162,8 @@ def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
     if not isinstance(values, Paths):
         raise Ends("attention to values that are no activations")
     lead = "abcdefgh"[: len(heads)]
-    own = [lead + axes for value, axes in ((query, "xy"), (key, "zy")) if isinstance(value, Paths)]
     shape = (*heads, call.shape[-2], b.shape(key)[-2])
-    scores = b.multiply_activations([query, key], reason, shape, f"{','.join(own)}->{lead}xz")
+    scores = b.multiply_activations([query, key], reason, shape, (f"{lead}xy", f"{lead}zy"), f"{lead}xz")
     b.end(scores, reason)
     return attend(b, values, call.shape[-2], call.shape)
 

@@ -148,8 +148,10 @@ def div(b: Builder, call: Call) -> Value:
     divisor = call["other"]
     if isinstance(divisor, (int, float)):
         return times(b, call, call["self"], 1 / divisor if divisor else float("inf"))
-    if isinstance(divisor, Unknown):
-        return times(b, call, call["self"], divisor)
+    if isinstance(divisor, (Paths, Unknown)) and isinstance(call["self"], Paths):
+        reason = "division by something that is no constant"
+        b.end(divisor, reason)
+        return b.multiply_activations([call["self"]], reason, call.shape)
     if not is_fixed(divisor):
         raise Ends("division by something that is no constant")
     factors = tuple(replace(factor, inverse=not factor.inverse) for factor in divisor.factors)
