@@ -33,6 +33,14 @@ class Unknown:
     parameters: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Choice(Unknown):
+    """For each entry along the first axis one of several matrices of a parameter, which the input chooses:
+    those of experts."""
+
+    weight: Weight | None = None
+
+
 Value = Paths | Weight | Unknown
 MASK = "a mask"
 """The reason of a value that is true or false whatever rescaling: a product with it may show all there is."""
@@ -193,6 +201,11 @@ class Builder:
             moved = self.emit(view, (value,), shape)
         elif isinstance(value, Weight):
             moved = _view_weight(value, view, shape)
+        elif isinstance(value, Choice):
+            assert value.weight is not None
+            moved = Unknown(shape, value.floating, value.reason, value.parameters)
+            if isinstance(view, nodes.Permute) and view.dims[0] == 0:
+                moved = replace(value, shape=shape, weight=self.view(value.weight, view))
         else:
             moved = replace(value, shape=shape)
         return moved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value
+from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value
 from pathsgd.graph.nodes import Weight
 from pathsgd.graph.rules.pooling import reduce_to
 from pathsgd.graph.rules.registry import Call, rule
@@ -40,7 +40,7 @@ def why_it_ends(name: str) -> str:
 @rule(*HOMOGENEOUS)
 def homogeneous(b: Builder, call: Call) -> list[Value]:
     value: Value = call.get("self", "input")
-    if isinstance(value, Weight):
+    if isinstance(value, (Weight, Choice)):
         dropped = "dropout" in call.name
         raise Ends("a weight under dropout" if dropped else f"a weight computed by {call.name}")
     # The second output of native_dropout is its mask, which carries no path.

@@ -7,10 +7,10 @@ import string
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, Value, is_zero
+from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.weighted import times
+from pathsgd.graph.rules.weighted import add_bias, times
 
 LETTERS = string.ascii_lowercase
 
@@ -54,12 +54,14 @@ def contract(
 ) -> Paths:
     """Sums of products of entries of two values, whose axes have letters as for einsum."""
     left, right = values
-    if isinstance(left, Weight) and isinstance(right, Paths):
+    if isinstance(left, (Weight, Choice)) and isinstance(right, Paths):
         return contract(b, call, (right, left), (axes[1], axes[0]), target)
     if not isinstance(left, Paths) and not isinstance(right, Paths):
         raise Ends("a weight computed from other tensors")
     if isinstance(left, Paths) and isinstance(right, Weight):
         return _apply_weight(b, left, right, axes, target, call.shape)
+    if isinstance(left, Paths) and isinstance(right, Choice) and axes[1][0] in target:
+        return apply_one_of(b, left, right.weight, (axes[0], axes[1][1:]), target, call.shape)
     unknown = next((value.reason for value in values if isinstance(value, Unknown)), "")
     reason = unknown or f"{call.name} of two activations"
     return b.multiply_activations(values, reason, call.shape, axes, target)
@@ -102,6 +104,41 @@ def _apply_weight(
     result = [*places, *groups, *new]
     y = b.reshape(y, [sizes[k] for k in result])
     return b.reshape(b.permute(y, [result.index(k) for k in target]), shape)
+
+
+def apply_one_of(
+    b: Builder, x: Paths, weight: Weight | None, axes: tuple[str, str], target: str, shape: Shape
+) -> Paths:
+    """A linear layer by one of several matrices, chosen by the input: the mean over all of them, as if each
+    were chosen as often, so that the units of all experts are rescaled together. Other fixed shares would
+    leave rescalings as they are."""
+    assert weight is not None
+    count, each = weight.shape[0], "E"
+    sizes = dict(zip(axes[0] + axes[1], (*b.shape(x), *weight.shape[1:]), strict=True))
+    whole = [sizes[letter] for letter in target]
+    y = _apply_weight(b, x, weight, (axes[0], each + axes[1]), each + target, (count, *whole))
+    return b.reshape(b.times(b.reduce(y, (0,)), 1 / count), shape)
+
+
+@rule("transformers::grouped_mm_fallback", "_grouped_mm")
+def grouped_mm(b: Builder, call: Call) -> Value:
+    """Rows of an activation, each times the matrix of its expert."""
+    x, weight = call.get("input", "self"), call.get("weight", "mat2")
+    call.ignore("offs")
+    if not isinstance(x, Paths) or not isinstance(weight, Weight) or len(weight.shape) != 3:
+        raise Ends("a grouped matrix product of no activation with weights")
+    return apply_one_of(b, x, weight, ("xy", "yz"), "xz", call.shape)
+
+
+@rule("bilinear")
+def bilinear(b: Builder, call: Call) -> Value:
+    """A linear layer of the first input, whose outputs are multiplied by the second."""
+    first, second, weight = call.paths("input1"), call["input2"], call.weight("weight")
+    lead = LETTERS[: len(call.shape) - 1]
+    middle = (*call.shape[:-1], weight.shape[0], weight.shape[2])
+    h = _apply_weight(b, first, weight, (f"{lead}x", "zxy"), f"{lead}zy", middle)
+    y = contract(b, call, (h, second), (f"{lead}zy", f"{lead}y"), f"{lead}z")
+    return add_bias(b, y, call)
 
 
 @rule("einsum")

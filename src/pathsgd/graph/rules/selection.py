@@ -16,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pathsgd.graph.builder import MASK, Builder, Ends, Paths, Unknown, Value, is_fixed, is_zero, parameters_of
+from pathsgd.graph.builder import (
+    MASK,
+    Builder,
+    Choice,
+    Ends,
+    Paths,
+    Unknown,
+    Value,
+    is_fixed,
+    is_zero,
+    parameters_of,
+)
 from pathsgd.graph.nodes import Shape, Weight, Window, number
 from pathsgd.graph.rules.matrix_products import attend
 from pathsgd.graph.rules.pooling import zero_pad
@@ -80,10 +91,14 @@ def _gather(b: Builder, x: Paths, dim: int, at: Index) -> Paths:
 
 
 def _look_up(b: Builder, call: Call, table: Value, dims: list[int]) -> Result:
-    """Rows of a matrix that is a parameter, as an embedding looks them up."""
-    if dims == [0] and len(b.shape(table)) == 2 and isinstance(table, Weight) and table.parameter is not None:
-        return embedding(b, Call("embedding", {"weight": table}, call.shape))
-    raise Ends(f"a weight computed by {call.name}")
+    """Rows of a matrix that is a parameter, as an embedding looks them up; or some of several matrices."""
+    reason = f"a weight computed by {call.name}"
+    if dims == [0] and isinstance(table, Weight) and table.parameter is not None:
+        if len(table.shape) == 2:
+            return embedding(b, Call("embedding", {"weight": table}, call.shape))
+        if len(table.shape) == len(call.shape) == 3:
+            return Choice(call.shape, True, reason, parameters_of(table), table)
+    raise Ends(reason)
 
 
 @rule("embedding_bag", "_embedding_bag")
