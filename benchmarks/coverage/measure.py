@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pathsgd
+
+# Private: the table counts what `print(graph)` does.
+from pathsgd.graph.protection import find_causes, has_symmetry
 from pathsgd.graph.unit_classes import unit_classes_of
 
-from .causes import find_causes, has_symmetry
 from .models import build
 
 STEPS = 5
@@ -81,7 +83,7 @@ def _measure_into(row: Row) -> None:
     sides = [has_symmetry(tuple(p.shape), units, name) for name, p in model.named_parameters()]
     row.one_side = sum(int((head | tail).sum()) for head, tail in sides) / row.weights
     row.both_sides = sum(int((head & tail).sum()) for head, tail in sides) / row.weights
-    row.units = units.count - 1
+    row.units = len(units.free)
     row.behind, row.before = map(dict, find_causes(graph, units))
 
     # Each unit is hit three times on average, so that hardly one is left as it is.

@@ -214,16 +214,18 @@ def unbalance(
     tensors = graph.tensors(model)
     classes = unit_classes_of(graph)
     hidden = len(classes.free)
-    picks = hidden // 4 if units is None else units
+    picks = max(1, hidden // 4) if units is None else units
     if picks < 0:
         raise RescaleError(f"Invalid number of units: {picks}")
     if not sigma >= 0:
         raise RescaleError(f"Invalid sigma: {sigma}")
     if not (math.isfinite(factor) and factor > 0):
         raise RescaleError(f"Invalid factor: {factor}")
-    if hidden == 0:
-        if picks:
-            raise RescaleError(f"{graph.model} has no unit that can be rescaled")
+    if hidden == 0 and picks:
+        raise RescaleError(
+            f"{graph.model} has no unit that can be rescaled; print(trace(model, ...)) says why"
+        )
+    if not picks:
         return
     device = generator.device if generator is not None else torch.device("cpu")
     chosen = classes.free[torch.randint(hidden, (picks,), generator=generator, device=device).cpu()]

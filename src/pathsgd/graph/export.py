@@ -301,25 +301,12 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """Operators that always return new memory. Others, such as dropout, may return what they are given."""
-FILLED = frozenset(
-    f"aten::{name}"
-    for name in ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty")
-)
-"""Operators that make a tensor of one number."""
-PARTIAL = frozenset(("aten::select", "aten::slice"))
 
 
 def _mutates(program: ExportedProgram) -> bool:
-    """Whether anything is written in place that the program must be made functional for."""
-    return written_in_place(program) is None
-
-
-def written_in_place(program: ExportedProgram) -> set[fx.Node] | None:
-    """The constants of which a part is written later, as by ``y = zeros(...); y[:, 0] = x``: paths end there
-    all the same. None if anything else is written, but for a counter (of a batch norm), and a new value that
-    nothing else reads, as by an in-place ReLU."""
+    """Whether anything is written in place that the program must be made functional for: not a counter (of a
+    batch norm), nor a new value that nothing else reads, as by an in-place ReLU."""
     private: set[fx.Node] = set()
-    written: set[fx.Node] = set()
     for node in program.graph.nodes:
         schema = operator_schema(node.target)
         if schema is None:
@@ -333,30 +320,13 @@ def written_in_place(program: ExportedProgram) -> set[fx.Node] | None:
             continue  # of a tensor written in the code: no number changes
         target = node.args[0] if node.args else None
         writes = [argument.is_write for argument in schema.arguments]
-        first_only = writes[0] and sum(writes) == 1
-        if target in private and len(target.users) == 1 and first_only:
+        if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:
             private.add(node)
             continue
         value = target.meta.get("val") if isinstance(target, fx.Node) else None
-        if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 0:
-            continue
-        base = written_constant(node)
-        if base is None:
-            return None
-        written.add(base)
-    return written
-
-
-def written_constant(node: fx.Node) -> fx.Node | None:
-    """The constant to a part of which a node copies."""
-    view: Any = node.args[0]
-    schema = operator_schema(view.target) if operator_schema(node.target).name == "aten::copy_" else None
-    while schema is not None and schema.name in PARTIAL:
-        view = view.args[0]
-        schema = operator_schema(view.target)
-        if schema is not None and (schema.name in FILLED or not view.all_input_nodes):
-            return view
-    return None
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() > 0:
+            return True
+    return False
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:

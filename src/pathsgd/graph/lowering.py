@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from pathsgd._torch import is_pointwise, operator_schema
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
-from pathsgd.graph.export import own_name, written_constant, written_in_place
+from pathsgd.graph.export import own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LARGEST_LITERAL = 1 << 16
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
 """Operators that call a program inside the program."""
-WRITTEN = "a part of it is written in place"
 
 
 def lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
@@ -92,7 +91,6 @@ class _Lowering:
         self.inside = inside
         self.begin = begin
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-        self.written = written_in_place(program) or set()
 
     def own_name(self, name: str) -> str:
         """A name in the exported program as the whole model has it."""
@@ -157,10 +155,7 @@ class _Lowering:
         call = self._as_call(node)
         rule = RULES.get(call.name)
         carries = _leaves(call.arguments)
-        schema = operator_schema(node.target)
         try:
-            if schema is not None and schema.is_mutable and written_constant(node) in self.written:
-                raise Ends(WRITTEN)
             if rule is None:
                 constant = not any(isinstance(value, (Paths, Weight)) for value in carries)
                 raise Ends(f"a constant made by {call.name}" if constant else why_it_ends(call.name))
@@ -171,11 +166,6 @@ class _Lowering:
                         builder.end(value, f"{call.name} reads it as its {name}")
             if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
                 result = result[0]
-            if node in self.written and call.floating:
-                # All that is read of it, before the write as well, counts as new.
-                for value in _leaves({"": result}):
-                    builder.end(value, WRITTEN)
-                result = builder.begin(call.shape, WRITTEN)
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
@@ -232,7 +222,7 @@ class _Lowering:
         if fake.is_meta or not all(k in self.numbers for k in node.all_input_nodes):
             return False
         schema = operator_schema(node.target)
-        if node in self.written or schema is None or schema.is_mutable:
+        if schema is None or schema.is_mutable:
             return False
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.numbers.__getitem__)
         operator: Any = node.target

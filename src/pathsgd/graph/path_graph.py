@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pathsgd._torch import module_dicts, uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.folding import Folded, fold
-from pathsgd.graph.report import report
+from pathsgd.graph.report import report, summarize
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.structure import Structure
 from pathsgd.sharding import any_sharded, is_sharded
@@ -42,6 +42,7 @@ class PathGraph(Structure):
         >>> graph = pathsgd.trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         >>> print(graph)
         PathGraph of Sequential: 4 of 4 parameters path-normalised, 1 region
+        3 units can be rescaled; 89% of the weights lead into or out of one, not the others: output (11%).
         parameter  shape  role    region  path-normalised
         -------------------------------------------------
         0.weight   3x2    weight  0       yes
@@ -113,10 +114,12 @@ class PathGraph(Structure):
                 raise PathError(f"parameter {name!r} is on the meta device and has no values to measure")
 
     def __repr__(self) -> str:
-        return f"<{str(self).splitlines()[0]}>"
+        return f"<{summarize(self)}>"
 
     def __str__(self) -> str:
-        return report(self)
+        from pathsgd.graph.protection import describe_protection  # which reads graphs
+
+        return report(self, describe_protection(self))
 
 
 _traced_from: weakref.WeakKeyDictionary[PathGraph, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()

@@ -21,8 +21,18 @@ NAMED = 3
 """Causes that are named, the most frequent first."""
 
 
-def report(graph: Structure) -> str:
-    """One line per parameter, then the places where a region ends."""
+def summarize(graph: Structure) -> str:
+    """One line: how many parameters lie on paths with others."""
+    counted, regions = list(graph.parameters.values()), len(graph.parameter_regions())
+    normalised = sum(info.normalised for info in counted)
+    return (
+        f"PathGraph of {graph.model}: {normalised} of {len(counted)} parameters path-normalised, "
+        f"{regions} region{'s' * (regions != 1)}"
+    )
+
+
+def report(graph: Structure, protection: str) -> str:
+    """What can be rescaled, one line per parameter, then the places where a region ends."""
     rows = [("parameter", "shape", "role", "region", "path-normalised")]
     shown = {region: k for k, region in enumerate(graph.parameter_regions())}
     for info in graph.parameters.values():
@@ -41,13 +51,7 @@ def report(graph: Structure) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * max(map(len, lines)))
-    counted = list(graph.parameters.values())
-    normalised = sum(info.normalised for info in counted)
-    lines.insert(
-        0,
-        f"PathGraph of {graph.model}: {normalised} of {len(counted)} parameters path-normalised, "
-        f"{len(shown)} region{'s' * (len(shown) != 1)}",
-    )
+    lines = [summarize(graph), protection, *lines]
     ends = _inner_ends(graph, shown)
     if ends:
         lines += ["", "Regions end where the network is not positively homogeneous:"]

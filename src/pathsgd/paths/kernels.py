@@ -189,13 +189,12 @@ class KernelChain:
                 if columns:
                     finished += _list_entries(k, sums[2 * k + 1], tiles[k][0], chain[k].inputs, at[2 * k - 1])
             self.rounds.append((self._put(read), self._put(finished)))
-        self.tiles = self._put(
-            [
-                [k, *tile, 0]
-                for k, a in enumerate(chain)
-                for tile in _list_tiles(a.outputs, a.inputs, MOVED_ROWS.value)
-            ]
-        )
+        moved = [
+            [k, *tile, 0]
+            for k, a in enumerate(chain)
+            for tile in _list_tiles(a.outputs, a.inputs, MOVED_ROWS.value)
+        ]
+        self.tiles = self._put(moved[::-1])  # what was read last may be in the cache still
         self.rates = torch.zeros(1 + 4 * len(chain), dtype=torch.float64, device=device)
         self._numbers: list[float] | None = None
         self._captured: list[Tensor] = []
