@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 import pathsgd
 
-# Private: numbers are comparable with those of `pathsgd bench` if one function times both.
-from pathsgd.cli.timing import device_name, median_us
-
 from .networks import GPT, resnet50, small_image_resnet, stack
+from .timing import device_name, median_us
 
 TOKENS = torch.zeros(1, 128, dtype=torch.long)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {

@@ -27,14 +27,12 @@ from torch.nn import functional as F
 
 import pathsgd
 
-# Private: numbers are comparable with those of `pathsgd bench` if one function times both.
-from pathsgd.cli.timing import LR, Step, capture, device_name, median_us
-
 # Private: the ratio to Muon is to show what balancing costs, not another way to orthogonalise.
 from pathsgd.muon.balanced_muon import orthogonalize_all
 
 from .muon import Muon
 from .networks import GPT, ResNet, resnet50, small_image_resnet, stack
+from .timing import LR, Step, capture, device_name, median_us
 from .transfer.networks import NETWORKS
 
 CPU_ROUNDS = 3

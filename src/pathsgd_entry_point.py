@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "inspect": ("pathsgd.cli.inspect", "print a model's path graph, path norm and imbalance"),
-    "bench": ("pathsgd.cli.bench", "time a training step of a model with ours and with torch's optimizers"),
 }
 """Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
 USAGE = """\

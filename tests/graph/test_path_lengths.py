@@ -204,8 +204,8 @@ def test_a_norm_before_queries_is_company():
 
 def verdicts(graph):
     lines = str(graph).splitlines()
-    start = lines[1].index("path-normalised")
-    return {line.split()[0]: line[start:] for line in lines[3 : 3 + len(graph.parameters)]}
+    start = lines[2].index("path-normalised")
+    return {line.split()[0]: line[start:] for line in lines[4 : 4 + len(graph.parameters)]}
 
 
 ALONE = "no: alone on its paths, so optimizers take gamma = 1"

@@ -49,14 +49,14 @@ sys.exit(code)
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
     wrong = run_python(program, "trian")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect, ")
+    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect)")
     assert wrong.stderr.count("\n") == 1
 
 
 def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pathsgd_entry_point", "bench"], text=True,
+        [sys.executable, "-m", "pathsgd_entry_point", "inspect"], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SRC)])},
     )  # fmt: skip
@@ -76,7 +76,6 @@ def test_an_interrupted_import_of_torch_prints_nothing(tmp_path):
         (["inspect", "models:mlp", "--input-shape", "1,x"], "as in 1,3,32,32, not '1,x'"),
         (["inspect", "models:mlp", "--input-dtype", "nn"], "another dtype of torch, not 'nn'"),
         (["inspect", "models:mlp", "--batch-dim", "x"], "--batch-dim"),
-        (["bench", "models:mlp", "--methods", "PathSDG"], "'PathSGD'"),
     ],
 )
 def test_a_wrong_option_is_named(arguments, part, capsys):
@@ -96,6 +95,6 @@ def test_errors_end_in_an_exit_code_and_a_line(monkeypatch, capsys, error, code,
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr("pathsgd.cli.bench.main", fail)
-    assert pathsgd_entry_point.main(["bench"]) == code
+    monkeypatch.setattr("pathsgd.cli.inspect.main", fail)
+    assert pathsgd_entry_point.main(["inspect"]) == code
     assert capsys.readouterr().err == f"pathsgd: {line}\n"
