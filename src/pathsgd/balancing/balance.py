@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd.balancing.class_edges import ClassFactors, at_rows, in_double, raise_to
+from pathsgd.balancing.class_edges import ClassFactors, add_shifts, at_rows, in_double, raise_to
 from pathsgd.balancing.group_norm import group_norm
 from pathsgd.balancing.least_mu import find_least_mu
 from pathsgd.balancing.lemma1 import solve_balance
@@ -42,7 +42,8 @@ def balance(
     leads out of it, as about in usual initialisations.
 
     ``mu`` counts every stored parameter once, and no running statistics: of a batch norm its weight and its
-    bias. (:func:`pathsgd.group_norm` has them as they act, weight / sigma.) Frozen parameters are rescaled,
+    bias. (:func:`pathsgd.group_norm` has them as they act, weight / sigma.) A gain that is stored without its
+    1, as Gemma's, counts with it. Frozen parameters are rescaled,
     too. Parameters of 16 bits are rescaled by powers of two alone, so that none is rounded. A unit before or
     behind zeros has no minimum; its other side is brought to the norm of its layer, or to 1. A unit keeps at
     least 2^-20 of the norm of its layer.
@@ -82,10 +83,13 @@ def balance(
             apply_factors(tensors, units, log_factors.exp())
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
-    factors = find_balancing_factors(tensors, units, p, q, rows=rows)
+    acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
+    factors = find_balancing_factors(acting, units, p, q, rows=rows)
     for name, edge in units.parameters.items():
-        factors.scale_(tensors[name], edge)
-    return measure_mu({name: tensors[name] for name in units.parameters}, p, q, rows)
+        factors.scale_(acting[name], edge)
+    for name, shift in units.shifts.items():
+        tensors[name].copy_(acting[name] - shift)
+    return measure_mu(acting, p, q, rows)
 
 
 def check_orders(p: float, q: float) -> None:

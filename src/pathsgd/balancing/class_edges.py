@@ -10,13 +10,14 @@ A rank that holds a part of a parameter (DTensor) holds that part of its matrix;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pathsgd.errors import PathError
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.graph.unit_relations import Relations
 from pathsgd.graph.unit_ties import compress
@@ -278,6 +279,17 @@ class ClassFactors:
             for factor in factors:
                 x.mul_(at_rows(factor, rows))
             tensor[rows] = x
+
+
+def add_shifts(tensors: Mapping[str, Tensor], shifts: Mapping[str, float]) -> dict[str, Tensor]:
+    """The tensors, with copies in place of those that the network adds a number to, as 1 to a gain."""
+    acting = dict(tensors)
+    for name, shift in shifts.items():
+        if name in tensors:
+            if tensors[name].element_size() < 4:
+                raise PathError(f"{name!r} had more bits when the model was traced; trace it again")
+            acting[name] = tensors[name].detach() + shift
+    return acting
 
 
 def in_double(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balancing.class_edges import ClassFactors
+from pathsgd.balancing.class_edges import ClassFactors, add_shifts
 from pathsgd.balancing.rescale import name_factors
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
@@ -89,6 +89,7 @@ def rescaling_equivalent(
     for name in a:
         if name not in units.parameters and not torch.equal(a[name], b[name].to(a[name])):
             return Equivalence(False, reason=f"{name!r} differs, and no rescaling changes it")
+    a, b = add_shifts(a, units.shifts), add_shifts(b, units.shifts)
     fixed = torch.zeros(units.count, dtype=torch.bool)
     fixed[FIXED] = True
     changes = {name: _compare(edge, a[name], b[name]) for name, edge in units.parameters.items()}

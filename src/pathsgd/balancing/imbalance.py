@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.balancing.balance import check_orders, find_balancing_factors, find_rows, measure_mu
+from pathsgd.balancing.class_edges import add_shifts
 from pathsgd.balancing.group_norm import measure_unit_norms
 from pathsgd.balancing.lemma1 import solve_balance
 from pathsgd.balancing.rescale import name_factors
@@ -131,7 +132,7 @@ def imbalance(
         mu_balanced, log_factors = solve_balance(graph, tensors, units, float(p))
         mu, octaves = float(norms.max()) if norms.numel() else 0.0, log_factors / math.log(2)
     else:
-        mu, mu_balanced, octaves = _compare(graph, {name: tensors[name] for name in units.parameters}, p, q)
+        mu, mu_balanced, octaves = _compare(graph, tensors, p, q)
     # Units in a product could be rescaled, but for q = inf balancing leaves them as they are.
     related = units.relations.related
     kept = related if math.isinf(q) else torch.zeros_like(related)
@@ -144,6 +145,7 @@ def _compare(
 ) -> tuple[float, float, Tensor]:
     """``mu_{p,q}`` of a network and of its balanced equivalent, and log2 of the factors that lead there."""
     units, rows = unit_classes_of(graph), None if p == q else find_rows(graph)
+    tensors = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
     factors = find_balancing_factors(tensors, units, p, q, rows)
     balanced = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, tensor in balanced.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balancing.class_edges import ClassFactors
+from pathsgd.balancing.class_edges import ClassFactors, add_shifts
 from pathsgd.errors import RescaleError
 from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.path_graph import PathGraph
@@ -143,19 +143,20 @@ def apply_factors(tensors: Tensors, units: UnitClasses, factors: Tensor) -> None
     by_class = ClassFactors(mantissa, exponent.long()).complete(units.relations)
     factors = by_class.mantissa.log2() + by_class.exponent
     updates = []
+    acting = add_shifts(tensors, units.shifts)
     for name, edge in units.parameters.items():
         if bool((factors[edge.head] == 0).all()) and bool((factors[edge.tail] == 0).all()):
             continue
-        updated = tensors[name].detach().clone()
+        updated = acting[name].detach().clone()
         by_class.scale_(updated, edge)
         tiny = torch.finfo(updated.dtype).tiny
-        lost = (updated.abs() < tiny) & (tensors[name].abs() >= tiny)
+        lost = (updated.abs() < tiny) & (acting[name].abs() >= tiny)
         if bool(lost.any()) or not bool(torch.isfinite(updated[torch.isfinite(tensors[name])]).all()):
             raise RescaleError(
                 f"the factors take parameter {name!r} out of the range of {tensors[name].dtype}; "
                 "use smaller ones"
             )
-        updates.append((tensors[name], updated))
+        updates.append((tensors[name], updated - units.shifts.get(name, 0)))
     for parameter, updated in updates:
         parameter.copy_(updated)
 

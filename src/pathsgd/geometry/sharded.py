@@ -155,7 +155,7 @@ def _stays_sharded(uses: Sequence[Weighted], tensor: Tensor) -> bool:
 def _is_whole(operation: Weighted, shards: Sequence[Shard]) -> bool:
     weight = operation.weight
     assert weight.parameter is not None
-    if weight.factors or weight.parameter.inverse:
+    if weight.factors or weight.parameter.shift:
         return False
     match operation:
         case Linear():

@@ -25,7 +25,7 @@ def find_ends(
     parameter = node.operation.weight.parameter
     assert parameter is not None
     transposed = parameter.views == (Permute((1, 0)),)
-    if math.prod(node.shape[:-1]) != 1 or (parameter.views and not transposed) or parameter.inverse:
+    if math.prod(node.shape[:-1]) != 1 or (parameter.views and not transposed):
         return None
     into, out = (
         apply_view(Reshape((x.mantissa.shape[-1],)), x) for x in (gamma_in[node.inputs[0]], gamma_out)

@@ -65,6 +65,8 @@ class Builder:
     outside: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """The parameters that some operator reads."""
+    narrow: set[str] = field(default_factory=set)
+    """Those of 16 bits, which would be rounded by a rescaling that is no power of two."""
     notes: list[str] = field(default_factory=list)
     where: str = ""
 

@@ -17,7 +17,7 @@ Tensors = Mapping[str, Tensor]
 def signed_weights(weight: Weight, tensors: Tensors, dtype: torch.dtype = torch.float64) -> Tensor:
     """Parameter times fixed factors. A parameter alone keeps its own dtype: blocks of it are converted
     later."""
-    if weight.parameter is not None and not weight.factors and not weight.parameter.inverse:
+    if weight.parameter is not None and not weight.factors and not weight.parameter.shift:
         return _view(weight.parameter, _read(weight.parameter, tensors, None))
     stored = weight.factors if weight.parameter is None else (*weight.factors, weight.parameter)
     product = functools.reduce(torch.mul, [_view(each, _read(each, tensors, dtype)) for each in stored])
@@ -32,6 +32,7 @@ def _read(stored: Stored, tensors: Tensors, dtype: torch.dtype | None) -> Tensor
         return _make_literal(stored.literal, shape, dtype or torch.get_default_dtype(), device)
     tensor = tensors[stored.name]
     tensor = tensor if dtype is None else tensor.to(dtype)
+    tensor = tensor + stored.shift if stored.shift else tensor
     return tensor if stored.inverse_sigma is None else (tensor + stored.inverse_sigma).rsqrt()
 
 

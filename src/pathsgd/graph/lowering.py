@@ -112,6 +112,8 @@ class _Lowering:
             name = self.names.parameters[target]
             if node.users:
                 self.builder.read.add(name)
+            if value.element_size() < 4:
+                self.builder.narrow.add(name)
             self.values[node] = Weight(shape, Stored(shape, name))
         elif target in self.names.buffers and value.is_floating_point():
             self.values[node] = Weight(shape, None, (Stored(shape, target),), "buffer")

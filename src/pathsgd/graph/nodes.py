@@ -86,6 +86,8 @@ class Stored:
     literal: tuple[float, ...] = ()
     views: tuple[View, ...] = ()
     inverse: bool = False
+    shift: float = 0.0
+    """What is added to the tensor, as where a gain is stored without its 1."""
     inverse_sigma: float | None = None
     """If set, the tensor is a variance and stands for 1/sqrt(variance + this)."""
 

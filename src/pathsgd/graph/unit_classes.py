@@ -56,6 +56,9 @@ class UnitClasses:
     """The classes of the units a module (or a parameter) owns, in their order."""
     uncovered: dict[int, Tensor]
     """The classes of units that share one weight, which no rescaling changes, by node."""
+    shifts: dict[str, float]
+    """What the network adds to a parameter before it is a weight, by parameter, as 1 to a gain. The sum is
+    what a rescaling multiplies."""
 
     @property
     def count(self) -> int:
@@ -94,6 +97,7 @@ class _Search:
     # The walk
 
     def run(self) -> UnitClasses:
+        self.find_shifts()
         for k, node in enumerate(self.graph.nodes):
             inputs = [self.ids[source] for source in node.inputs]
             ids = self.visit(k, node, inputs)
@@ -103,6 +107,13 @@ class _Search:
         self.fix_dead_ends()
         self.share_parameters()
         return self.collect(*self.solve())
+
+    def find_shifts(self) -> None:
+        shifts: dict[str, set[float]] = {}
+        for _, weight in self.graph.weights():
+            if weight.parameter is not None:
+                shifts.setdefault(weight.parameter.name, set()).add(weight.parameter.shift)
+        self.shifts = {name: own.pop() for name, own in shifts.items() if len(own) == 1}
 
     def fix_dead_ends(self) -> None:
         """A unit no output depends on has paths to nowhere: it is not rescaled."""
@@ -232,9 +243,11 @@ class _Search:
         return out.reshape(out.shape[: len(target)])
 
     def outside(self, weight: Weight) -> bool:
-        """Whether a parameter also serves somewhere that is no path, so that it must not change."""
+        """Whether a parameter also serves somewhere that is no path, or is seen with two numbers added to it,
+        as w and 1 - w are, so that it must not change."""
         assert weight.parameter is not None
-        return self.graph.parameters[weight.parameter.name].status is ParameterStatus.OUTSIDE
+        name = weight.parameter.name
+        return self.graph.parameters[name].status is ParameterStatus.OUTSIDE or name not in self.shifts
 
     def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
@@ -263,8 +276,8 @@ class _Search:
             return ids
         layout = (1,) * (ids.dim() - len(weight.shape)) + weight.shape
         covers_one = all(n > 1 or ids.shape[d] == 1 for d, n in enumerate(layout))
-        if not covers_one:
-            # One weight for several units: it stays as it is, and they keep their own factors.
+        if not covers_one or self.outside(weight):
+            # It stays as it is, as one for several units does, and units keep their own factors.
             unchanged = torch.full((1,) * len(weight.shape), FIXED)
             self.edges[k] = EdgeClasses(unchanged, unchanged)
             self.uncovered[k] = ids
@@ -317,7 +330,8 @@ class _Search:
         edges = {k: final(edge) for k, edge in self.edges.items()}
         parameters = {name: final(edge) for name, edge in self.shared.items()}
         uncovered = {k: number[ids] for k, ids in self.uncovered.items()}
-        return UnitClasses(relations, edges, parameters, self.owners(edges, number), uncovered)
+        shifts = {name: shift for name, shift in self.shifts.items() if shift and name in parameters}
+        return UnitClasses(relations, edges, parameters, self.owners(edges, number), uncovered, shifts)
 
     def owners(self, edges: dict[int, EdgeClasses], number: Tensor) -> dict[str, Tensor]:
         """The classes each parameter leads into, under its own name and under its module's."""

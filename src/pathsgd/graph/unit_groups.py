@@ -41,7 +41,7 @@ class Part:
         weight = self.operation.weight
         assert weight.parameter is not None
         numbers = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-        plain = replace(weight, factors=())
+        plain = replace(weight, factors=(), parameter=replace(weight.parameter, shift=0.0))
         numbers = signed_weights(plain, {weight.parameter.name: numbers}, numbers.dtype)
         return self._by_unit(numbers.expand(weight.shape)).long()
 

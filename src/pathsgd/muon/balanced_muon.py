@@ -186,8 +186,12 @@ class BalancedMuon(Optimizer):
             place_gradients(moved)
             upkeep = self._upkeep or self._start()
             upkeep.before_step()
-            self._find_step(moved).run()
-            upkeep.after_step(self._is_still())
+            is_still = self._is_still()
+            with upkeep.whole_gains():
+                self._find_step(moved).run()
+                if not is_still:
+                    upkeep.do_round()
+            upkeep.after_step(is_still)
         else:
             self._tensors.check_identity()  # gradients may be those of other parameters by now
         if self._default_rate is not None:

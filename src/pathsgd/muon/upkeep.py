@@ -10,13 +10,14 @@ parameters none is: what others rescaled is balanced, but state, which is of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pathsgd._torch import Version, is_capturing
+from pathsgd._torch import Version, foreach, is_capturing
 from pathsgd.balancing.balance import check_finite, find_balancing_factors, find_exact
 from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.balancing.equivalence import Changes, agree, join_changes, read_factors
@@ -157,16 +158,31 @@ class Upkeep:
         elif self.sharded or not self._undo_rescaling():
             self._balance(state=not self.sharded)
 
+    @contextlib.contextmanager
+    def whole_gains(self, *names: str) -> Iterator[None]:
+        """In it gains that are stored without their 1 have it, all or those of these names."""
+        shifts = {n: x for n, x in self.units.shifts.items() if n in self.owned and (n in names or not names)}
+        gains = [local_part(self.owned[name]).detach() for name in shifts]
+        if gains:
+            foreach("add_", gains, list(shifts.values()))
+        try:
+            yield
+        finally:
+            if gains:
+                foreach("sub_", gains, list(shifts.values()))
+
+    def do_round(self) -> None:
+        """Counts a step that was taken, and does a round if it is time."""
+        steps = self.steps + 1
+        for group in self.groups if self.parameters else ():
+            group[STEPS] = steps
+        if self.parameters and self._round is not None:
+            self._round.run(self.state, steps)
+
     def after_step(self, is_still: bool) -> None:
-        """Does a round, if it is time, and remembers where weights are."""
+        """Remembers where weights are."""
         if not self.parameters:
             return
-        if not is_still:
-            steps = self.steps + 1
-            for group in self.groups:
-                group[STEPS] = steps
-            if self._round is not None:
-                self._round.run(self.state, steps)
         self._remember()
         if not is_still:
             for name, own in self._references.items():
@@ -200,9 +216,9 @@ class Upkeep:
         if not self.parameters:
             return
         check_finite(self.parameters, self.parameters)
-        tensors = self.parameters
-        edges = {name: self.units.parameters[name] for name in tensors}
-        factors = find_balancing_factors(tensors, self.units, edges=edges, held=self.held)
+        edges = {name: self.units.parameters[name] for name in self.parameters}
+        with self.whole_gains():
+            factors = find_balancing_factors(self.parameters, self.units, edges=edges, held=self.held)
         self._scale(factors, state)
         self._choose_references()
         self._remember()
@@ -211,7 +227,8 @@ class Upkeep:
         """Multiplies weights by factors, and gradients by their inverse; and the state, if it is told to."""
         for name, p in self.parameters.items():
             edge = self.units.parameters[name]
-            factors.scale_(p, edge)
+            with self.whole_gains(name):
+                factors.scale_(p, edge)
             if p.grad is not None:
                 factors.power(-1).scale_(p.grad, edge)
             for key, power in POWERS.items() if state else ():
@@ -313,8 +330,8 @@ class Upkeep:
         """The changes of the entries of a parameter that are remembered."""
         index, value = (self._references[name][key] for key in REFERENCE)
         head, tail = (ids.expand(p.shape).reshape(-1)[index.cpu()] for ids in self._ends(name))
-        now = p.detach().reshape(-1)[index]
-        return Changes(head, tail, value.cpu().double(), now.cpu().double())
+        now, shift = p.detach().reshape(-1)[index], self.units.shifts.get(name, 0)
+        return Changes(head, tail, value.cpu().double() + shift, now.cpu().double() + shift)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}

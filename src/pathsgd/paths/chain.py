@@ -136,11 +136,15 @@ def _find_chain(graph: PathGraph, members: list[int]) -> Chain:
                 ones.add(k)
             case Reshape() if node.inputs == (top,) and sum(n > 1 for n in node.shape) <= 1:
                 top = k
-            case Source(weight) if weight.parameter is not None and not weight.factors:
+            case Source(weight) if weight.parameter is not None and not (
+                weight.factors or weight.parameter.shift
+            ):
                 if any(not isinstance(view, Reshape) for view in weight.parameter.views):
                     return ()
                 sources[k] = weight.parameter.name
-            case Linear(weight) if weight.parameter is not None and not weight.factors:
+            case Linear(weight) if weight.parameter is not None and not (
+                weight.factors or weight.parameter.shift
+            ):
                 (source,) = node.inputs
                 begins = not layers and source in ones
                 if weight.parameter.views or not (begins or source == top) or math.prod(node.shape[:-1]) != 1:

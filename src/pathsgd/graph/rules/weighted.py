@@ -167,14 +167,26 @@ def neg(b: Builder, call: Call) -> Value:
 def add(b: Builder, call: Call) -> Value:
     """A difference is a sum with edges of weight -1: on path norms it acts as a sum does."""
     alpha = call.get("alpha", default=1)
-    left, right = (number(v) if isinstance(v, (int, float)) else v for v in (call["self"], call["other"]))
-    if not (isinstance(left, Paths) or isinstance(right, Paths)):
-        raise Ends("a weight computed as a sum of tensors")
-    sign = 1 if call.name == "add" else -1
+    left, right = call["self"], call["other"]
     if call.name == "rsub":
         left, right = right, left
-    right = times(b, call, right, sign * alpha)
+    sign = alpha if call.name == "add" else -alpha
+    if isinstance(left, Weight) and isinstance(right, (int, float)):
+        return _shift(b, left, sign * right)
+    if isinstance(right, Weight) and isinstance(left, (int, float)):
+        return times(b, call, _shift(b, right, left / sign), sign)
+    left, right = (number(v) if isinstance(v, (int, float)) else v for v in (left, right))
+    if not (isinstance(left, Paths) or isinstance(right, Paths)):
+        raise Ends("a weight computed as a sum of tensors")
+    right = times(b, call, right, sign)
     return b.add([v.as_role("bias") if isinstance(v, Weight) else v for v in (left, right)])
+
+
+def _shift(b: Builder, weight: Weight, by: float) -> Weight:
+    """A parameter with a number added to it, as a gain of ``1 + weight``."""
+    if weight.parameter is None or weight.factors or weight.parameter.name in b.narrow:
+        raise Ends("a weight computed as a sum of tensors")
+    return replace(weight, parameter=replace(weight.parameter, shift=weight.parameter.shift + by))
 
 
 @rule("addcmul")
