@@ -155,7 +155,7 @@ def test_computed_weights():
             return F.linear(x, self.weight + self.up @ self.down, self.bias)
 
     graph = pathsgd.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Lora()), torch.randn(1, 4))
-    assert graph.parameters["2.down"].status is pathsgd.ParameterStatus.OUTSIDE
+    assert graph.parameters["2.weight"].status is pathsgd.ParameterStatus.NORMALISED
 
     class TwoSteps(Lora):
         def forward(self, x):

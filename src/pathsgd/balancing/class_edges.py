@@ -9,6 +9,7 @@ A rank that holds a part of a parameter (DTensor) holds that part of its matrix;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ CHUNK = (1 << 15) - 1
 which wait for each other longer than they work."""
 SMALL = 1 << 10
 """Up to so many edges of a layer are listed, where a matrix costs more than it saves."""
+MOST_PIECES = 16
 ZERO = -(1 << 30)
 """The binary exponent of 0."""
 
@@ -112,21 +114,18 @@ class Edges:
 
 
 class EdgeLayout:
-    """The layout of one parameter's entries among classes.
+    """The layout of a parameter's entries among classes.
 
     Args:
-        name: of the parameter.
+        tensor: the parameter, or some rows of it.
         edge: its classes, in its own shape.
         fixed: by class, whether it cannot be rescaled or is not to be.
         units: of its entries, the unit whose incoming weights they are, in a shape that broadcasts to the
             parameter's; None if the weights into all units that cannot be rescaled may be added up.
-        tensor: the parameter.
     """
 
-    def __init__(
-        self, name: str, edge: EdgeClasses, fixed: Tensor, units: Tensor | None, tensor: Tensor
-    ) -> None:
-        self.name, self.shards = name, shards_of(tensor)
+    def __init__(self, tensor: Tensor, edge: EdgeClasses, fixed: Tensor, units: Tensor | None) -> None:
+        self.tensor, self.shards = tensor, shards_of(tensor)
         self._groups = tuple(shard.group for shard in self.shards)
         ends = (torch.where(fixed[ids], FIXED, ids) for ids in (edge.head, edge.tail))
         self.head, self.tail = (compress(torch.atleast_1d(ids)) for ids in ends)
@@ -140,16 +139,15 @@ class EdgeLayout:
         is_large = math.prod(self._shape) > SMALL and bool(self._by_head and self._by_tail)
         self._is_matrix = is_large and not overlap
 
-    def reduce(self, tensor: Tensor, of_entries: Callable[[Tensor, slice], object], largest: bool) -> Edges:
+    def reduce(self, of_entries: Callable[[Tensor, slice], object], largest: bool) -> Edges:
         """One number for each edge.
 
         Args:
-            tensor: the parameter.
             of_entries: turns entries in fp64 into numbers of 0 and more, in place, given also which rows of
                 this rank's part they are.
             largest: whether numbers of one edge are combined by their maximum, not their sum.
         """
-        local = torch.atleast_1d(local_part(tensor).detach())
+        local = torch.atleast_1d(local_part(self.tensor).detach())
         shape = [n if whole > 1 else 1 for n, whole in zip(local.shape, self._shape, strict=True)]
         others = [d for d, n in enumerate(self._shape) if n == 1]
         sums = local.new_zeros(shape, dtype=torch.float64)
@@ -213,6 +211,29 @@ class EdgeLayout:
         return cut_ids(torch.arange(math.prod(shape)).reshape(shape), self.shards).flatten()
 
 
+def cut_rows(
+    tensor: Tensor, edge: EdgeClasses, units: Tensor | None
+) -> list[tuple[Tensor, EdgeClasses, Tensor | None]]:
+    """A parameter, its classes and its units in pieces whose rows lead from or to the same units, as queries
+    are of other units than the keys and values beside them; in one if they would be many, or if it is
+    sharded."""
+    starts = {0}
+    for ids in (edge.head, edge.tail):
+        if ids.dim() > 1 and ids.shape[0] > 1 and math.prod(ids.shape[1:]) > 1:
+            starts |= set(((ids[1:] != ids[:-1]).flatten(1).any(1).nonzero().flatten() + 1).tolist())
+    if not 1 < len(starts) <= MOST_PIECES or shards_of(tensor):
+        return [(tensor, edge, units)]
+    pieces = [slice(*ends) for ends in itertools.pairwise([*sorted(starts), len(tensor)])]
+    return [
+        (
+            tensor[rows],
+            EdgeClasses(at_rows(edge.head, rows), at_rows(edge.tail, rows)),
+            None if units is None else at_rows(units, rows),
+        )
+        for rows in pieces
+    ]
+
+
 def join_edges(parts: list[Edges]) -> Edges:
     empty = torch.empty(0, dtype=torch.int64)
     names = ("values", "heads", "tails", "units")
@@ -220,28 +241,28 @@ def join_edges(parts: list[Edges]) -> Edges:
     return Edges([matrix for part in parts for matrix in part.matrices], *joined)
 
 
-def find_largest(layout: EdgeLayout, tensor: Tensor) -> Edges:
+def find_largest(layout: EdgeLayout) -> Edges:
     """The binary exponent of the largest weight of every edge."""
 
     def exponent(x: Tensor) -> Tensor:
         return torch.where(x > 0, torch.frexp(x.double()).exponent.long(), ZERO)
 
-    largest_of = layout.reduce(tensor, lambda x, rows: x.abs_(), largest=True)
+    largest_of = layout.reduce(lambda x, rows: x.abs_(), largest=True)
     matrices = [replace(matrix, values=exponent(matrix.values)) for matrix in largest_of.matrices]
     return replace(largest_of, matrices=matrices, values=exponent(largest_of.values))
 
 
-def sum_powers(layout: EdgeLayout, tensor: Tensor, p: float, exponents: Tensor, shift: int) -> Edges:
+def sum_powers(layout: EdgeLayout, p: float, exponents: Tensor, shift: int) -> Edges:
     """The sum of ``|w 2^(e_head - e_tail - shift)|^p`` of every edge, given e of every class."""
     head, tail = (exponents[cut_ids(ids, layout.shards)] for ids in (layout.head, layout.tail))
-    factors = split_factors(head, tail + shift, tensor.device)
+    factors = split_factors(head, tail + shift, layout.tensor.device)
 
     def of_entries(x: Tensor, rows: slice) -> None:
         for factor in factors:
             x.mul_(at_rows(factor, rows))
         raise_to(x, p)
 
-    return layout.reduce(tensor, of_entries, largest=False)
+    return layout.reduce(of_entries, largest=False)
 
 
 @dataclass(frozen=True)

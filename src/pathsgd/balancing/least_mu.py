@@ -33,6 +33,7 @@ from pathsgd.balancing.class_edges import (
     ClassFactors,
     EdgeLayout,
     Edges,
+    cut_rows,
     find_largest,
     join_edges,
     sum_powers,
@@ -79,15 +80,19 @@ def find_least_mu(
     """
     units = rows if rows is not None and p != q else {}
     fixed = relations.hold(fixed)
-    layouts = [EdgeLayout(name, edge, fixed, units.get(name), tensors[name]) for name, edge in edges.items()]
+    layouts = [
+        EdgeLayout(part, ends, fixed, own)
+        for name, edge in edges.items()
+        for part, ends, own in cut_rows(tensors[name], edge, units.get(name))
+    ]
     layouts = [layout for layout in layouts if layout.is_changed or units]
-    largest = [find_largest(layout, tensors[layout.name]) for layout in layouts]
+    largest = [find_largest(layout) for layout in layouts]
     exponents = find_exponents(join_edges(largest), relations, fixed)
     live = find_live(join_edges(largest), relations, fixed)
     found = []
     for layout, sizes in zip(layouts, largest, strict=True):
         shift = _highest(sizes, exponents)
-        powers = sum_powers(layout, tensors[layout.name], p, exponents, shift)
+        powers = sum_powers(layout, p, exponents, shift)
         found.append(_take_logarithms(powers, p * shift * LOG_2))
     layers = _find_layers(layouts, relations)
     t = _Solver(join_edges(found), relations, fixed, live, layers, p, q).run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -13,13 +15,15 @@ from pathsgd.graph.export import own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
-from pathsgd.graph.rules import RULES, Call, why_it_ends
+from pathsgd.graph.rules import RULES, Call, OperatorRule, why_it_ends
 from pathsgd.graph.rules.selection import Index, as_index, join
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 LARGEST_LITERAL = 1 << 16
+MOST_UNITS = 1 << 20
+"""Beyond so many entries a parameter does not act as an activation, whose every entry is a unit."""
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
 """Operators that call a program inside the program."""
 
@@ -161,7 +165,7 @@ class _Lowering:
             if rule is None:
                 constant = not any(isinstance(value, (Paths, Weight)) for value in carries)
                 raise Ends(f"a constant made by {call.name}" if constant else why_it_ends(call.name))
-            result = rule.write(builder, call)
+            result = self._apply(rule, call)
             for name in call.arguments:
                 if name not in call.read and name not in rule.ignores:
                     for value in _leaves({name: call.arguments[name]}):
@@ -171,6 +175,21 @@ class _Lowering:
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
+
+    def _apply(self, rule: OperatorRule, call: Call) -> Any:
+        """What the rule makes of a call. A parameter that it does not take as one, as a table that is
+        normalised, acts as an activation: what a constant leads to."""
+        try:
+            return rule.write(self.builder, call)
+        except Ends:
+            data = next(iter(call.arguments.values()), None)
+            if not isinstance(data, Weight) or data.parameter is None or not call.floating:
+                raise
+            if math.prod(data.shape) > MOST_UNITS:
+                raise
+            first = next(iter(call.arguments))
+            arguments = {**call.arguments, first: self.builder.paths(data.as_role("bias"))}
+            return rule.write(self.builder, replace(call, arguments=arguments))
 
     def _is_inner(self, node: fx.Node) -> bool:
         """Whether it calls a program inside the program that writes nothing in place."""

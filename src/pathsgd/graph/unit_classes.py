@@ -318,10 +318,13 @@ class _Search:
                 self.ties.to_parameter(weight.parameter, weight.shape, ids, shape)
                 for ids in (self.edges[k].head, self.edges[k].tail)
             )
-            other = first.setdefault(weight.parameter.name, EdgeClasses(head, tail))
-            self.ties.tie(head, other.head)
-            self.ties.tie(tail, other.tail)
-        self.shared = first
+            if (other := first.get(weight.parameter.name)) is not None:
+                head, tail = self.ties.merge(other.head, head), self.ties.merge(other.tail, tail)
+            first[weight.parameter.name] = EdgeClasses(head, tail)
+        self.shared = {
+            name: EdgeClasses(edge.head.clamp(min=FIXED), edge.tail.clamp(min=FIXED))
+            for name, edge in first.items()
+        }
 
     def collect(self, number: Tensor, relations: Relations) -> UnitClasses:
         def final(edge: EdgeClasses) -> EdgeClasses:

@@ -11,6 +11,9 @@ from pathsgd.graph.nodes import Permute, Shape, Stored
 from pathsgd.graph.unit_relations import FIXED, Terms, find_free
 from pathsgd.graph.views import view_tensor
 
+UNSEEN = -1
+"""In place of a unit: no edge is there."""
+
 
 class UnitTies:
     """Disjoint sets of units, and relations between these, by tensors of unit numbers. Tensors have size one
@@ -96,7 +99,7 @@ class UnitTies:
         return ids
 
     def to_parameter(self, stored: Stored, edges: Shape, ids: Tensor, shape: Shape) -> Tensor:
-        """Ids on a weight's entries, as ids on the entries of its parameter."""
+        """Ids on a weight's entries, as ids on the entries of its parameter; UNSEEN where it has none."""
         # An entry of the parameter that is broadcast over several edges ties them together.
         extra = len(edges) - len(stored.shape)
         ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
@@ -114,10 +117,22 @@ class UnitTies:
         for view in stored.views:
             index = view_tensor(view, index)
         places, values = index.flatten(), ids.expand(index.shape).flatten()
-        result = torch.full((math.prod(shape),), FIXED)
+        result = torch.full((math.prod(shape),), UNSEEN)
         result[places] = values
         self.tie(values, result[places])
         return compress(result.reshape(shape))
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        """The ids of both: where both are seen they become one class."""
+        if bool((a != UNSEEN).all()):
+            a, b = b, a
+        if bool((a != UNSEEN).all()):
+            self.tie(a, b)
+            return a
+        a, b = torch.broadcast_tensors(a, b)
+        both = (a != UNSEEN) & (b != UNSEEN)
+        self._tie_pairs(a[both], b[both])
+        return compress(torch.where(a == UNSEEN, b, a))
 
 
 def compress(ids: Tensor) -> Tensor:

@@ -19,3 +19,4 @@ from pathsgd.graph.rules import (  # noqa: F401
 from pathsgd.graph.rules.activations import why_it_ends as why_it_ends
 from pathsgd.graph.rules.registry import RULES as RULES
 from pathsgd.graph.rules.registry import Call as Call
+from pathsgd.graph.rules.registry import OperatorRule as OperatorRule

@@ -10,9 +10,25 @@ from dataclasses import replace
 from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.weighted import add_bias, times
+from pathsgd.graph.rules.weighted import add_bias, end_at_computed_weight, read_activation, times
 
 LETTERS = string.ascii_lowercase
+
+
+@rule("linear")
+def linear(b: Builder, call: Call) -> Value:
+    if is_zero(call["input"]):
+        # The zero state a recurrence starts from: no path but the bias, whatever the weight.
+        call.ignore("weight")
+        zero = replace(number(0), shape=call.shape)
+        return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
+    x, weight = read_activation(b, call, "input"), call["weight"]
+    if isinstance(weight, Unknown):
+        return add_bias(b, end_at_computed_weight(b, call, x, weight), call)
+    if isinstance(weight, Paths):
+        lead = LETTERS[: len(call.shape) - 1]
+        return add_bias(b, contract(b, call, (x, weight), (f"{lead}y", "zy"), f"{lead}z"), call)
+    return add_bias(b, b.linear(x, call.weight("weight")), call)
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot")

@@ -22,19 +22,6 @@ def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int 
     return b.add([x, b.reshape(bias, (*b.shape(bias), *(1,) * after))])
 
 
-@rule("linear")
-def linear(b: Builder, call: Call) -> Value:
-    if is_zero(call["input"]):
-        # The zero state a recurrence starts from: no path but the bias, whatever the weight.
-        call.ignore("weight")
-        zero = replace(number(0), shape=call.shape)
-        return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
-    x, weight = read_activation(b, call, "input"), call["weight"]
-    if isinstance(weight, Unknown):
-        return add_bias(b, end_at_computed_weight(b, call, x, weight), call)
-    return add_bias(b, b.linear(x, call.weight("weight")), call)
-
-
 def read_activation(b: Builder, call: Call, name: str) -> Paths:
     """An argument that acts as an activation; a parameter there (a learned query) is a constant's edges."""
     value = call[name]
