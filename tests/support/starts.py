@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pathsgd
 from pathsgd.balancing.rescale import apply_factors
 from pathsgd.graph.unit_classes import unit_classes_of
-from support import cases, networks
+from support import cases, networks, symmetries
 from support.networks import Biased
 
 
@@ -182,7 +182,7 @@ STARTS = [
 ]  # fmt: skip
 
 
-NETWORKS = [*cases.RESCALABLE, *networks.NETWORKS, *STARTS]
+NETWORKS = [*cases.RESCALABLE, *networks.NETWORKS, *STARTS, *symmetries.NETWORKS]
 by_name = {"ids": lambda network: network.__module__.rpartition(".")[2] + "-" + network.__name__}
 
 

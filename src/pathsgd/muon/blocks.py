@@ -70,10 +70,14 @@ class Block:
     def rows_in(self, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
         """The beginning and the end of its rows in a part of the parameter, found by cutting out these rows,
         then these of what is left."""
-        start, stop = self.start, self.start + self.length
+        start, stop = self.start, self.stop
         for low, high in cuts:
             start, stop = (min(max(n, low), high) - low for n in (start, stop))
         return start, stop
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
 
     @property
     def numel(self) -> int:
@@ -102,20 +106,22 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
         first = family_of.setdefault(_find_sum(graph, readers, group.parts[0].node), families)
         for part in group.parts:
             info = _info(graph, part)
-            if info.name in found:
-                continue
-            axis = _axis(part, info, rows)
+            place = _find_place(part, info, rows)
             whole = _whole(info, units, part, output)
-            if axis is None:
-                found[info.name] = [replace(whole, family=first)]
-                continue
-            found[info.name] = [
-                _rows(whole, units, axis, start, stop, first + k)
-                for k, (start, stop) in enumerate(pairwise(cuts))
-            ]
+            own = found.setdefault(info.name, [])
+            if place is None:
+                own += [] if own else [replace(whole, family=first)]
+            elif not any(block.start < place[1] + rows and place[1] < block.stop for block in own):
+                axis, offset = place
+                own += [
+                    _rows(whole, units, axis, offset + start, offset + stop, first + k)
+                    for k, (start, stop) in enumerate(pairwise(cuts))
+                ]
         families += len(cuts) - 1
     for info in graph.parameters.values():
-        if info.name not in found:
+        own = found.setdefault(info.name, [])
+        own.sort(key=lambda block: block.start)
+        if sum(block.numel for block in own) != math.prod(info.shape) or len(own) > MAX_BLOCKS:
             found[info.name] = [replace(_whole(info, units, None, False), family=families)]
             families += 1
     return _count(graph, found)
@@ -189,18 +195,22 @@ def _rows(whole: Block, units: UnitClasses, axis: int, start: int, stop: int, fa
     return replace(whole, axis=axis, start=start, length=length, family=family, tails=tails, heads=heads)
 
 
-def _axis(part: Part, info: ParameterInfo, rows: int) -> int | None:
-    """The axis of the parameter along which one row is one unit, if there is one."""
+def _find_place(part: Part, info: ParameterInfo, rows: int) -> tuple[int, int] | None:
+    """The axis of the parameter along which one row is one unit, and the first of these rows; None if there
+    is no such axis."""
     parameter = part.operation.weight.parameter
     assert parameter is not None
-    if not info.shape:
+    views, shape = parameter.views, info.shape
+    if not shape or (isinstance(part.operation, Conv) and part.operation.transposed):
         return None
-    if parameter.views == (Permute((1, 0)),) and isinstance(part.operation, Linear):
-        return 1 if info.shape[1] == rows else None
-    transposed = isinstance(part.operation, Conv) and part.operation.transposed
-    if parameter.views or transposed or info.shape[0] != rows:
-        return None
-    return 0
+    match views:
+        case (Permute((1, 0)),) if isinstance(part.operation, Linear) and shape[1] == rows:
+            return 1, 0
+        case (Slice(0, start, length, 1),) if length == rows:
+            return 0, start
+        case () if shape[0] == rows:
+            return 0, 0
+    return None
 
 
 def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:

@@ -1,0 +1,88 @@
+"""Relations between factors: all rescalings that a network has by hand are found, and no others."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import pathsgd
+from pathsgd.graph.unit_classes import unit_classes_of
+from support.starts import build, traced
+from support.symmetries import NETWORKS, StoredWithoutOne
+from support.training import train, weights
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_all_rescalings_are_found_and_no_others(network):
+    model, x = build(network)
+    planted, expected = model.find_rescalings(), model(x)
+    for rescaling in planted:
+        rescaled = copy.deepcopy(model)
+        rescaling.apply(rescaled, 3.0)
+        assert torch.allclose(rescaled(x), expected, rtol=1e-10)  # the hand is right
+        assert pathsgd.rescaling_equivalent(model, rescaled, traced(network))
+    assert len(unit_classes_of(traced(network)).free) == len(planted)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_what_is_no_rescaling_is_none(network):
+    model, _ = build(network)
+    rescaling = model.find_rescalings()[0]
+    rescaling.entries.pop()
+    rescaling.apply(other := copy.deepcopy(model), 3.0)
+    assert not pathsgd.rescaling_equivalent(model, other, traced(network))
+
+
+# Gains that are stored without their 1
+
+
+def test_a_gain_without_its_one_is_rescaled_with_it():
+    model, x = build(StoredWithoutOne)
+    graph, before = pathsgd.trace(model, x), model(x)
+    generator = torch.Generator().manual_seed(0)
+    pathsgd.unbalance(other := copy.deepcopy(model), graph, units=30, factor=1.0, generator=generator)
+    assert (other.gain - model.gain).abs().min() > 0.1
+    assert pathsgd.rescaling_equivalent(model, other, graph)
+    models = [model, other]
+    optimizers = [pathsgd.BalancedMuon(each, graph) for each in models]
+    for steps in (0, 4, 20):  # more than are between two rounds
+        for each, optimizer in zip(models, optimizers, strict=True):
+            train(each, optimizer, x, steps)
+        for a, b in zip(*map(weights, models), strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+        pathsgd.unbalance(other, graph, units=10, factor=1.0, generator=generator)  # is undone
+    assert (model(x) - before).abs().max() > 0.1
+
+
+def test_mu_counts_a_gain_with_its_one():
+    model, x = build(StoredWithoutOne)
+    graph = pathsgd.trace(model, x)
+    least = pathsgd.balance(model, graph)
+    acting = [p + 1 if name == "gain" else p for name, p in model.named_parameters() if name != "norm.weight"]
+    assert math.isclose(least**2, sum(float(p.detach().square().sum()) for p in acting), rel_tol=1e-12)
+    assert math.isclose(pathsgd.imbalance(model, graph).ratio, 1, rel_tol=1e-12)
+
+
+def test_a_gain_of_16_bits_stays():
+    """It could not hold the sum, whatever the factor."""
+    model, x = build(StoredWithoutOne)
+    graph = pathsgd.trace(model, x)
+    model, x = model.bfloat16(), x.bfloat16()
+    assert not unit_classes_of(pathsgd.trace(model, x)).shifts
+    with pytest.raises(pathsgd.PathError, match="'gain' had more bits when the model was traced"):
+        pathsgd.balance(model, graph)
+
+
+def test_w_and_1_minus_w_are_two_numbers():
+    class Mixed(StoredWithoutOne):
+        def forward(self, x):
+            x = self.norm(x)
+            return self.down(x.new_ones(6) * self.up(x * self.gain + x.flip(0) * (1 - self.gain)))
+
+    model, x = build(Mixed)
+    units = unit_classes_of(pathsgd.trace(model, x))
+    assert not units.shifts
+    assert len(units.free) == 5 + 6  # the norm's gain against the layer behind it, past a weight that stays
