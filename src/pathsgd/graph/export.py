@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pathsgd._torch import (
@@ -292,41 +293,38 @@ def silence_torch() -> Iterator[None]:
         logger.setLevel(level)
 
 
-FRESH = frozenset(
-    f"aten::{name}"
-    for name in (
-        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-        "linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "add", "sub", "mul",
-        "div", "cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "lift_fresh_copy",
-    )
-)  # fmt: skip
-"""Operators that always return new memory. Others, such as dropout, may return what they are given."""
-
-
 def _mutates(program: ExportedProgram) -> bool:
     """Whether anything is written in place that the program must be made functional for: not a counter (of a
-    batch norm), nor a new value that nothing else reads, as by an in-place ReLU."""
-    private: set[fx.Node] = set()
+    batch norm), nor memory that nothing else has read before, as by an in-place ReLU."""
+    read: set[StorageWeakRef] = set()
     for node in program.graph.nodes:
-        schema = operator_schema(node.target)
-        if schema is None:
-            continue
-        if not schema.is_mutable:
-            # What an operator returns is new memory or, as of a view, that of its inputs.
-            if schema.name in FRESH or all(x in private and len(x.users) == 1 for x in node.all_input_nodes):
-                private.add(node)
-            continue
-        if schema.name == "aten::detach_":
-            continue  # of a tensor written in the code: no number changes
-        target = node.args[0] if node.args else None
-        writes = [argument.is_write for argument in schema.arguments]
-        if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:
-            private.add(node)
-            continue
-        value = target.meta.get("val") if isinstance(target, fx.Node) else None
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() > 0:
-            return True
+        for value in _values(written_arguments(node.target, node.args, node.kwargs)):
+            is_counter = value.dim() == 0 and not value.is_floating_point()
+            if memory_of(value) in read and not is_counter:
+                return True
+        if node.op == "placeholder" or len(node.users) > 1:
+            read.update(map(memory_of, _values(node)))
     return False
+
+
+def _values(arguments: Any) -> list[Tensor]:
+    """The fake tensors that nodes stand for, without those that are sparse and have no address."""
+    found = [x.meta.get("val") for x in tree_leaves(arguments) if isinstance(x, fx.Node)]
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.layout == torch.strided]
+
+
+def written_arguments(target: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a call of an ATen operator writes to; ``detach_`` changes no number."""
+    schema = operator_schema(target)
+    if schema is None or not schema.is_mutable or schema.name == "aten::detach_":
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef:
+    """Equal for all views of one memory, and for nothing else while it is kept."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:
