@@ -46,17 +46,14 @@ def export_at_batch_one(
             errors.append(error)
     # Some models branch at random in training mode (stochastic depth), which export cannot follow.
     training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
+    with restore_modules(model):
+        for module in training:
+            module.training = False
         for args, kwargs in examples if training else ():
             with contextlib.suppress(TraceError):
                 program, notes = _at_batch_one(model, args, kwargs, batch_dim)
                 note = "it could not be traced in training mode, so this is what it computes in eval mode"
                 return program, [note, *notes]
-    finally:
-        for module in training:
-            module.training = True
     raise errors[-1]  # an earlier one may be about nothing but precision
 
 

@@ -128,6 +128,7 @@ class _Search:
     model: nn.Module
     recorders: list[Recorder]
     builder: Builder = field(default_factory=Builder)
+    returned: list[int] = field(default_factory=list)
     parts: dict[Key, str] = field(default_factory=dict)
     """The names of the modules that were traced."""
     refused: dict[Key, str] = field(default_factory=dict)
@@ -186,30 +187,18 @@ class _Search:
         if any(list(call.operators()) != ran for call in calls):
             raise TraceError("alone, given zeros, it does something else than in the model")
         program, _ = export_at_batch_one(part, part.example(), {}, None)
-        builder = Builder()
+        attempt = Builder()
         try:
-            returned = write_nodes(builder, program, self.names, name, AROUND)
+            write_nodes(attempt, program, self.names, name, AROUND)
         except Exception as error:
             raise TraceError(str(error)) from error
-        if not {name for _, memory in ran for m in memory for name in self.named[m]} <= builder.read:
+        if not {name for _, memory in ran for m in memory for name in self.named[m]} <= attempt.read:
             raise TraceError("its trace does not read all that it reads")
+        returned = write_nodes(self.builder, program, self.names, name, AROUND)
         for node in returned:
-            builder.end(Paths(node), f"read by {AROUND}")
-        builder.end_at_statistics(returned)
-        self.append(builder)
+            self.builder.end(Paths(node), f"read by {AROUND}")
+        self.returned += returned
         self.parts[key] = name
-
-    def append(self, part: Builder) -> None:
-        """Adds the nodes of a part to those of the others."""
-        whole, start = self.builder, len(self.builder.nodes)
-        whole.nodes += [replace(node, inputs=tuple(start + k for k in node.inputs)) for node in part.nodes]
-        whole.ends |= {start + k: reason for k, reason in part.ends.items()}
-        whole.passed |= {start + k for k in part.passed}
-        whole.stopped |= {start + k for k in part.stopped}
-        whole.boundaries += [(start + k, where, reason) for k, where, reason in part.boundaries]
-        whole.begins |= {start + k: tuple(start + n for n in found) for k, found in part.begins.items()}
-        whole.outside = {**part.outside, **whole.outside}
-        whole.read |= part.read
 
     def finish(self, reason: str) -> PathGraph:
         """The graph of all parts, with the parameters that something else reads as well kept as they are."""
@@ -219,6 +208,7 @@ class _Search:
                     self.builder.outside.setdefault(name, f"read by {AROUND}")
         read = set().union(*(recorder.read for recorder in self.recorders))
         unread = [name for memory, names in self.named.items() if memory not in read for name in names]
+        self.builder.end_at_statistics(self.returned)
         self.builder.notes = self.notes(reason, unread)
         graph = build_graph(self.model, self.builder, self.names, ())
         roles = guess_roles(self.model)

@@ -4,7 +4,6 @@ trace of that call alone differ from what it did in the run."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -86,7 +85,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.thread = threading.get_ident()
         self.calls: list[Call] = []
         """Those of the model itself."""
         self.current: Call | None = None
@@ -131,8 +129,6 @@ class Recorder(TorchDispatchMode):
     # Modules
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self.thread:
-            return  # somebody else's
         call = Call(module, self.current)
         leaves = tensors_in((args, kwargs))
         call.inputs = set(map(memory_of, leaves))
@@ -152,8 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         call = self.current
-        if threading.get_ident() != self.thread or call is None:
-            return
+        assert call is not None
         left = tensors_in((result, [x for x in tree_leaves((args, kwargs)) if not isinstance(x, Tensor)]))
         call.outputs = {memory_of(x) for x in left}
         call.running = False

@@ -72,7 +72,7 @@ def _restore_process() -> Iterator[None]:
     """Puts back what a forward pass may set for the whole process. Export draws no numbers of torch."""
     numpy = sys.modules.get("numpy")
     drawn, numpy_drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    torch_drawn, seed = torch.get_rng_state(), torch.initial_seed()
+    torch_drawn = torch.get_rng_state()
     dtype = torch.get_default_dtype()
     kinds = ["cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) else [])]
     cast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
@@ -82,8 +82,7 @@ def _restore_process() -> Iterator[None]:
         random.setstate(drawn)
         if numpy is not None:
             numpy.random.set_state(numpy_drawn)
-        if torch.initial_seed() != seed:
-            torch.set_rng_state(torch_drawn)
+        torch.set_rng_state(torch_drawn)
         torch.set_default_dtype(dtype)
         for kind, enabled in cast.items():
             torch.set_autocast_enabled(kind, enabled)
