@@ -22,11 +22,8 @@ mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after path
              ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
              norm
 the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
-             and their imbalance
-
-The imbalance of a unit is -log2 of the factor that balance would multiply it by: the network is its balanced
-equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights into the unit
-are 32 times too large, and those out of it 32 times too small.
+             and their imbalance: +5 means that the weights into a unit are 2^5 times too large, and those
+             out of it 2^5 times too small
 
 Importing a module runs the code in it, so inspect code you trust. Weights are read by
 torch.load(weights_only=True), which runs none.

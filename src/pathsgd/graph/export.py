@@ -58,8 +58,10 @@ def export_at_batch_one(
 
 
 def examples_for(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The inputs as the model may take them, to be tried one after the other."""
-    inputs = _on_device_of(model, (args, kwargs))
+    """The inputs as the model may take them, to be tried one after the other. Only shapes matter, so an
+    example on another device is moved."""
+    device = next(model.parameters()).device
+    inputs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
     return [inputs, *_in_precision_of(model, inputs)]
 
 
@@ -100,19 +102,11 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
         kind = type(leaves[0]).__name__ if leaves else "nothing"
         hint = "pass torch.empty(*shape)" if kind == "int" else "make it a tensor, as torch.from_numpy does"
         raise TraceError(f"example_input must hold a tensor, got {kind}: {hint}")
-    if batch_dim is None:
-        return
-    if batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors):
+    if batch_dim is not None and (batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors)):
         shapes = [tuple(x.shape) for x in tensors]
         raise TraceError(
             f"no input has an axis batch_dim={batch_dim!r} (shapes {shapes}); name one, or pass None"
         )
-
-
-def _on_device_of(model: nn.Module, inputs: Any) -> Any:
-    """Only the shapes of an example matter, so one on another device is moved."""
-    device = next(model.parameters()).device
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
 
 
 def _in_precision_of(model: nn.Module, inputs: Any) -> list[Any]:
@@ -134,9 +128,7 @@ def _in_precision_of(model: nn.Module, inputs: Any) -> list[Any]:
 def _time_first(model: nn.Module) -> list[str]:
     """A note if axis 0, which was taken for the batch, may be time. Only the user can know."""
     for name, module in model.named_modules():
-        layers = (nn.RNNBase, nn.MultiheadAttention)
-        inner = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
-        if isinstance(inner, layers) and not inner.batch_first:
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
             return [
                 f"{name!r} ({type(module).__name__}) takes time first, and axis 0 of the example was taken "
                 "for the batch; if it is time, pass batch_dim=1"
@@ -232,10 +224,9 @@ class _PlainLayers(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in RECURRENT:
-            with without_cudnn():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        is_recurrent = getattr(func, "__name__", "") in RECURRENT
+        with without_cudnn() if is_recurrent else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
     @staticmethod
     def _batch_norm(

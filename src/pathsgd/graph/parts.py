@@ -145,11 +145,12 @@ class _Search:
         for call in _all_calls(self.recorders[0].calls):
             self.calls.setdefault(_key(call), []).append(call)
         self.kinds = Counter(module for module, _ in self.calls)
-        self.problems: dict[nn.Module, str] = {}
-        for recorder in self.recorders:
-            for call in _all_calls(recorder.calls):
-                if call.problem:
-                    self.problems.setdefault(call.module, call.problem)
+        self.problems = {
+            call.module: call.problem
+            for recorder in self.recorders
+            for call in _all_calls(recorder.calls)
+            if call.problem
+        }
 
     def visit(self, calls: list[Call]) -> None:
         for key in dict.fromkeys(map(_key, calls)):
@@ -223,14 +224,12 @@ class _Search:
     def _read_around(self, recorder: Recorder) -> Iterator[Any]:
         """The memory of the parameters that are read outside the calls of traced parts."""
         yield from recorder.outside
-        waiting = list(recorder.calls)
-        while waiting:
-            call = waiting.pop()
-            if _key(call) not in self.parts:
-                waiting += call.children()
-                for event in call.events:
-                    if not isinstance(event, Call):
-                        yield from event[1]
+        waiting: list[Any] = list(recorder.calls)
+        for event in waiting:
+            if not isinstance(event, Call):
+                yield from event[1]
+            elif _key(event) not in self.parts:
+                waiting += event.events
 
     def notes(self, reason: str, unread: list[str]) -> list[str]:
         whole = f"it could not be traced as a whole ({_first_sentence(reason)}); traced, in eval mode, were"
@@ -278,7 +277,6 @@ def guess_roles(model: nn.Module) -> dict[str, tuple[str, ...]]:
     def guess(name: str, p: nn.Parameter) -> tuple[str, ...]:
         if id(p) in embeddings:
             return ("embedding",)
-        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]
-        return ("weight",) if is_matrix else ()
+        return ("weight",) if p.dim() >= 2 and "weight" in name.rpartition(".")[2] else ()
 
     return {name: guess(name, p) for name, p in model.named_parameters()}

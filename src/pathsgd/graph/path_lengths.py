@@ -57,24 +57,25 @@ def _biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[i
     }
 
 
-def _is_counted(operation: Weighted) -> bool:
-    return operation.weight.parameter is not None
-
-
 def _longest(graph_nodes: Sequence[Node]) -> tuple[list[Tensor], list[Tensor]]:
     """The largest number of weights on a path that arrives at each unit of each node, and on one that leaves
     it."""
+    counts = [
+        isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None
+        for node in graph_nodes
+    ]
     into: list[Tensor] = []
-    for node in graph_nodes:
+    for k, node in enumerate(graph_nodes):
         sources = [(into[source], graph_nodes[source].shape) for source in node.inputs]
-        into.append(_arrive(node, sources).clamp(max=MANY))
+        into.append((_arrive(node, sources) + counts[k]).clamp(max=MANY))
     onward = [_zeros(len(node.shape)) for node in graph_nodes]
     for k, node in reversed(list(enumerate(graph_nodes))):
         flows = _leave(node, onward[k], [graph_nodes[source].shape for source in node.inputs])
         for source, flow in zip(node.inputs, flows, strict=True):
+            longest = flow + counts[k]
             if isinstance(node.operation, nodes.Square):
-                flow = flow + into[source]  # the other path that meets this one in the product
-            onward[source] = torch.maximum(onward[source], flow).clamp(max=MANY)
+                longest = longest + into[source]  # the other path that meets this one in the product
+            onward[source] = torch.maximum(onward[source], longest).clamp(max=MANY)
     return into, onward
 
 
@@ -82,14 +83,12 @@ def _arrive(node: Node, sources: list[tuple[Tensor, Shape]]) -> Tensor:
     operation, ndim = node.operation, len(node.shape)
     x = sources[0][0] if sources else _zeros(ndim)
     match operation:
-        case nodes.Begin():
+        case nodes.Begin() | nodes.Source() | nodes.Multiply() | nodes.Expand():
             return x
-        case nodes.Source() | nodes.Multiply():
-            return x + _is_counted(operation)
         case nodes.Linear():
-            return _largest(x, [ndim - 1]) + _is_counted(operation)
+            return _largest(x, [ndim - 1])
         case nodes.Conv():
-            return _largest(x, range(1, ndim)) + _is_counted(operation)
+            return _largest(x, range(1, ndim))
         case nodes.Add():
             return functools.reduce(torch.maximum, [value for value, _ in sources])
         case nodes.Square():
@@ -110,8 +109,6 @@ def _arrive(node: Node, sources: list[tuple[Tensor, Shape]]) -> Tensor:
             return x if x.shape[dim] == 1 else compress(view_tensor(operation, x))
         case nodes.Permute():
             return view_tensor(operation, x)
-        case nodes.Expand():
-            return x
         case nodes.Embed():
             raise AssertionError("an adjoint in a traced graph")
 
@@ -121,15 +118,13 @@ def _leave(node: Node, y: Tensor, before: list[Shape]) -> list[Tensor]:
     match operation:
         case nodes.Begin() | nodes.Source():
             return []
-        case nodes.Multiply():
-            return [y + _is_counted(operation)]
         case nodes.Linear():
-            return [_largest(y, [ndim - 1]) + _is_counted(operation)]
+            return [_largest(y, [ndim - 1])]
         case nodes.Conv():
-            return [_largest(y, range(1, ndim)) + _is_counted(operation)]
+            return [_largest(y, range(1, ndim))]
         case nodes.Add():
             return [y] * len(before)
-        case nodes.Square() | nodes.Reduce():
+        case nodes.Multiply() | nodes.Square() | nodes.Reduce():
             return [y]
         case nodes.AxisMap(dim):
             return [_largest(y, [dim])]

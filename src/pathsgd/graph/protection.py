@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pathsgd.graph.nodes import Begin, Conv, Linear, Multiply
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.running_statistics import has_statistics
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 
 OTHER = "tied to what cannot be rescaled"
@@ -102,8 +103,7 @@ def _find_end(graph: PathGraph, start: list[int], readers: Sequence[Sequence[int
         operation = graph.nodes[k].operation
         if k in graph.ends:
             return graph.ends[k]
-        factors = operation.weight.factors if isinstance(operation, Multiply) and k not in start else ()
-        if any(factor.inverse_sigma is not None for factor in factors):
+        if isinstance(operation, Multiply) and k not in start and has_statistics(operation.weight):
             return "batch norm by running statistics"
     return OTHER
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +55,6 @@ class Call:
     outputs: set[StorageWeakRef] = field(default_factory=set)
     running: bool = True
 
-    def chain(self) -> Iterator[Call]:
-        """The call, then those it was made in."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.parent
-
     def operators(self) -> Iterator[tuple[str, tuple[StorageWeakRef, ...]]]:
         """The operators that it ran, also in the calls it made, with the memory of parameters they read."""
         for event in self.events:
@@ -77,6 +69,13 @@ class Call:
 
     def refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
+
+
+def _chain(call: Call | None) -> Iterator[Call]:
+    """The call, then those it was made in."""
+    while call is not None:
+        yield call
+        call = call.parent
 
 
 class Recorder(TorchDispatchMode):
@@ -106,19 +105,17 @@ class Recorder(TorchDispatchMode):
         self.watching = True
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model without gradients, and puts the memory back that it wrote."""
+        """Runs the model without gradients, and puts the memory back that it wrote. The hooks are left to
+        ``restore_modules``."""
         data = [(tensor, tensor.data) for tensor in self.model.parameters()]
         self.variable.update(map(memory_of, tensors_in((args, kwargs))))
         self.made.update(dict.fromkeys(self.variable))
         try:
-            with ExitStack() as stack:
-                for module in self.model.modules():
-                    before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-                    after = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
-                with torch.no_grad(), self:
-                    return self.model(*args, **kwargs)
+            for module in self.model.modules():
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            with torch.no_grad(), self:
+                return self.model(*args, **kwargs)
         finally:
             for tensor, own in data:
                 if tensor.data_ptr() != own.data_ptr():
@@ -182,11 +179,11 @@ class Recorder(TorchDispatchMode):
     def _look_at(self, tensors: Iterable[Tensor]) -> None:
         """The running calls read these."""
         for memory in self.variable.intersection(map(memory_of, tensors)):
-            made_in = self._made_in(memory)
+            made_in = set(_chain(self.made.get(memory)))
             for call in made_in:
                 if not call.running and memory not in call.outputs:
                     call.refuse("a value inside it is read elsewhere")
-            for call in self._running():
+            for call in _chain(self.current):
                 if call not in made_in and memory not in call.inputs:
                     call.refuse("it reads a value that it is not given")
 
@@ -198,19 +195,12 @@ class Recorder(TorchDispatchMode):
             if self.made.get(memory) is None and memory not in self.written:
                 self.written[memory] = x.untyped_storage(), x.untyped_storage().clone()
         for memory in found:
-            buffer, made_in = self.buffers.get(memory), self._made_in(memory)
-            for call in self._running():
+            buffer, made_in = self.buffers.get(memory), set(_chain(self.made.get(memory)))
+            for call in _chain(self.current):
                 own = call in made_in or any(buffer is x for x in call.module.buffers())
                 if not own and call.writable.count(memory) != 1:
                     call.refuse("it writes in place to what is not its own")
         return found
-
-    def _running(self) -> Iterator[Call]:
-        return iter(()) if self.current is None else self.current.chain()
-
-    def _made_in(self, memory: StorageWeakRef) -> set[Call]:
-        call = self.made.get(memory)
-        return set() if call is None else set(call.chain())
 
 
 def tensors_of(value: Any) -> list[Tensor]:

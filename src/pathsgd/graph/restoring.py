@@ -34,10 +34,8 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
     and the tensors that they hold (fake tensors, for one). What it did not write is not touched."""
     saved = _save_references(model)
     copies = _copy_values(model, (value for value, _, _ in saved))
-    tensors = [
-        x for x in (*model.parameters(), *model.buffers(), *(held for held, *_ in copies)) if x.is_leaf
-    ]
-    gradients = [(x, x.requires_grad, x.grad) for x in tensors]
+    tensors = (*model.parameters(), *model.buffers(), *(tensor for tensor, *_ in copies))
+    gradients = [(x, x.requires_grad, x.grad) for x in tensors if x.is_leaf]
     generators = [(value, value.get_state()) for value, _, _ in saved if type(value) is torch.Generator]
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -108,13 +106,10 @@ def _save_references(model: nn.Module) -> list[tuple[Any, Any, list[Any]]]:
         for part in parts(type(value)):
             with contextlib.suppress(Exception):
                 contents = _read(value, part)
-                kinds = set(map(type, contents))
-                if id(value) not in attributes and not kinds.isdisjoint(_LOCKS):
+                if id(value) not in attributes and any(type(x) in _LOCKS for x in contents):
                     continue  # the queue of a logging client, for one
                 saved.append((value, part, contents))
-                kinds = {kind for kind in kinds if parts(kind)}
-                if kinds:  # so that a long list of numbers is not walked through
-                    queue.extend(x for x in contents if type(x) in kinds)
+                queue.extend(x for x in contents if parts(type(x)))
     return saved
 
 
@@ -132,9 +127,8 @@ def _parts(kind: type) -> list[Any]:
     parts: list[Any] = [container for container in _CONTAINERS if issubclass(kind, container)][:1]
     for base in kind.__mro__:
         for name, entry in vars(base).items():
-            if type(entry) is MemberDescriptorType or (
-                name == "__dict__" and type(entry) is GetSetDescriptorType
-            ):
+            is_slot = type(entry) is MemberDescriptorType
+            if is_slot or (name == "__dict__" and type(entry) is GetSetDescriptorType):
                 parts.append(entry)
     return parts
 

@@ -131,8 +131,7 @@ def _check_parameters(model: nn.Module) -> None:
 def _check_memory(model: nn.Module) -> None:
     """Two names for one piece of memory would be rescaled twice."""
     spans = []
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_sharded(tensor) or not tensor.numel() or tensor.layout != torch.strided:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
