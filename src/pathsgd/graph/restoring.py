@@ -106,10 +106,12 @@ def _save_references(model: nn.Module) -> list[tuple[Any, Any, list[Any]]]:
         for part in parts(type(value)):
             with contextlib.suppress(Exception):
                 contents = _read(value, part)
-                if id(value) not in attributes and any(type(x) in _LOCKS for x in contents):
+                kinds = set(map(type, contents))
+                if id(value) not in attributes and not kinds.isdisjoint(_LOCKS):
                     continue  # the queue of a logging client, for one
                 saved.append((value, part, contents))
-                queue.extend(x for x in contents if parts(type(x)))
+                if any(map(parts, kinds)):  # so that a long list of numbers is not walked through
+                    queue.extend(x for x in contents if parts(type(x)))
     return saved
 
 
