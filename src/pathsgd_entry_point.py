@@ -1,4 +1,4 @@
-"""The program ``pathsgd``: lists its commands at once, and imports torch only to run one.
+"""The program ``pathsgd``: says at once what it can do, and imports torch only to do it.
 
 It stands beside the package, because importing anything from ``pathsgd`` imports torch, which takes seconds.
 """
@@ -7,42 +7,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import io
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 
-COMMANDS = {
-    "inspect": ("pathsgd.cli.inspect", "print a model's path graph, path norm and imbalance"),
-}
-"""Name -> (module, summary). The module has a function ``main(arguments)`` that returns the exit code."""
 USAGE = """\
 usage: pathsgd COMMAND [OPTIONS]
 
 Rescaling-invariant training for PyTorch.
 
-{commands}
+  inspect     print a model's path graph, path norm and imbalance
 
 `pathsgd COMMAND --help` lists the options of a command; `pathsgd --version` prints the version."""
-
-
-def answer(arguments: Sequence[str]) -> int | None:
-    """Answers what needs no command. Returns the exit code, or None when a command is to be run."""
-    first = arguments[0] if arguments else ""
-    usage = USAGE.format(commands="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()))
-    if first in COMMANDS:
-        return None
-    if first == "--version":
-        print(f"pathsgd {importlib.metadata.version('pathsgd')}")
-        return 0
-    if first in ("-h", "--help"):
-        print(usage)
-        return 0
-    unknown = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
-    print(unknown if first else usage, file=sys.stderr)
-    return 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: the command failed. 2: the options are wrong. 130: interrupted. 141: nobody reads the output.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    first = arguments[0] if arguments else ""
     try:
-        code = answer(arguments)
-        if code is None:
-            code = run(*arguments)
+        if first == "inspect":
+            code = _inspect(arguments[1:])
+        elif first in ("-h", "--help", "--version"):
+            print(f"pathsgd {importlib.metadata.version('pathsgd')}" if first == "--version" else USAGE)
+            code = 0
+        else:
+            wrong = f"pathsgd: unknown command {first!r} (one of inspect)"
+            print(wrong if first else USAGE, file=sys.stderr)
+            code = 2
         sys.stdout.flush()
     except BrokenPipeError:  # of `pathsgd ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,21 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def run(command: str, *arguments: str) -> int:
-    """Runs a command, and turns errors into one line and an exit code."""
+def _inspect(arguments: Sequence[str]) -> int:
+    """Runs ``pathsgd inspect``, and turns errors into one line and an exit code."""
     # A KeyboardInterrupt in the middle of an import prints a traceback of torch's own files.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    module = importlib.import_module(COMMANDS[command][0])  # only what is run is imported
+    command = importlib.import_module("pathsgd.cli.inspect")
     from pathsgd.errors import PathError
 
     signal.signal(signal.SIGINT, handler)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a folder's name may not fit the terminal
-    # Muon on a CPU without bf16: torch warns two dozen times and falls back to another product.
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
     try:
-        return int(module.main(arguments))
+        command.main(arguments)
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
@@ -86,6 +65,7 @@ def run(command: str, *arguments: str) -> int:
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split()) or type(error).__name__
         return _fail(f"{error.filename}: {reason}" if error.filename else reason)
+    return 0
 
 
 def _fail(message: str, code: int = 1) -> int:

@@ -46,7 +46,7 @@ def test_time_first_layers_are_pointed_out():
     """Whether axis 0 is time or batch cannot be seen from outside, so the report says how to say it."""
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
     graph = pathsgd.trace(model, torch.randn(5, 3, 8))
-    assert "'0' (TransformerEncoderLayer) takes time first" in str(graph)
+    assert "'0.self_attn' (MultiheadAttention) takes time first" in str(graph)
     assert "batch_dim=1" in str(graph)
     assert not pathsgd.trace(model, torch.randn(5, 3, 8), batch_dim=1).notes
 

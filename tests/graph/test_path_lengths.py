@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import pathsgd
 from pathsgd.graph import path_lengths
-from pathsgd.graph.path_lengths import Company
 from support import cases
 from support.networks import Transformer, build, dense_gammas
 
@@ -128,18 +127,16 @@ def make(network):
     return build(network)
 
 
-def redraw(model, which):
+def redraw(model):
     other = copy.deepcopy(model)
     for parameter in other.parameters():
-        if which(parameter):
-            nn.init.normal_(parameter)
+        nn.init.normal_(parameter)
     return other
 
 
-def count_constant(model, graph, which):
-    """By matrix or kernel, the entries of rows whose gamma does not change when such parameters are drawn
-    anew."""
-    first, second = (dense_gammas(redraw(model, which), graph) for _ in range(2))
+def count_constant(model, graph):
+    """By matrix or kernel, the entries of rows whose gamma does not change when parameters are drawn anew."""
+    first, second = (dense_gammas(redraw(model), graph) for _ in range(2))
     matrices = [name for name, info in graph.parameters.items() if {"weight", "embedding"} & set(info.roles)]
     # gamma is 0 where nothing reads a unit, whatever the weights.
     same = {
@@ -151,15 +148,12 @@ def count_constant(model, graph, which):
 
 @pytest.mark.parametrize("network", [*SLICED, *ATTENTION])
 def test_alone_is_what_gamma_does_not_depend_on(network):
-    """gamma of an entry is a constant if no other weight lies on its paths, and depends on norms and biases
-    only if those are all that does."""
+    """gamma of an entry is a constant if no other weight lies on its paths."""
     model, x = make(network)
     graph = pathsgd.trace(model, x)
     infos = graph.parameters
-    for name, found in count_constant(model, graph, lambda parameter: True).items():
+    for name, found in count_constant(model, graph).items():
         assert infos[name].alone == found, name
-    for name, found in count_constant(model, graph, lambda parameter: parameter.dim() > 1).items():
-        assert infos[name].alone + infos[name].with_scales_only == found, name
 
 
 def test_the_comparison_can_fail(monkeypatch):
@@ -199,7 +193,7 @@ def test_a_norm_before_queries_is_company():
     after = dense_gammas(model, graph)["q.weight"]
     assert torch.allclose(after[:, 2], 16 * gamma[:, 2])
     info = graph.parameters["q.weight"]
-    assert (info.normalised, info.with_scales_only, info.with_matrices) == (True, 36, 0)
+    assert (info.normalised, info.alone) == (True, 0)
 
 
 def verdicts(graph):
@@ -228,8 +222,7 @@ def test_the_report_tells_alone_from_shared():
     assert found["attention.out_proj.bias"] == "yes"
     found = verdicts(pathsgd.trace(Language(), TOKENS))
     assert found["table.weight"] == found["places"] == ALONE
-    assert found["layer.self_attn.in_proj_weight"] == "yes, 2/3 of its rows with per-channel weights only"
-    assert found["head.weight"] == "yes, with per-channel weights only"
+    assert found["layer.self_attn.in_proj_weight"] == found["head.weight"] == "yes"
     frozen = build(Packed)[0].requires_grad_(False)
     assert verdicts(pathsgd.trace(frozen, x.new_zeros(Packed.example)))["attention.in_proj_weight"] == (
         "yes (frozen), 2/3 of its rows alone"
@@ -256,11 +249,6 @@ def test_reshaping_without_writing_out(before, after):
         x = torch.randint(0, 3, sizes, dtype=torch.int8)
         found = path_lengths._reshape(x, before, after)
         assert torch.equal(found.expand(after), x.expand(before).reshape(after))
-
-
-def test_company_is_ordered():
-    """The largest over all uses is taken."""
-    assert Company.NONE < Company.SCALES < Company.MATRICES
 
 
 class RmsNorm(nn.Module):

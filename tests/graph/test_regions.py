@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -163,6 +166,50 @@ def test_computed_weights():
 
     graph = pathsgd.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), TwoSteps()), torch.randn(1, 4))
     assert normalised(graph) == set(graph.parameters)
+
+
+def stack(activation):
+    return nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 2))
+
+
+def transformer(activation):
+    layer = nn.TransformerEncoderLayer(4, 2, 16, activation=activation, batch_first=True, norm_first=True)
+    return nn.Sequential(layer, nn.LayerNorm(4), nn.Linear(4, 99))
+
+
+class Gated(nn.Module):
+    """The MLP of SwiGLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.RMSNorm(4), *(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def convolutions(norm):
+    blocks = [module for k in (3, 8, 8) for module in (nn.Conv2d(k, 8, 3), norm(), nn.ReLU())]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "cause"),
+    [
+        (stack(nn.ReLU()), (1, 4), None),
+        (stack(nn.Sigmoid()), (1, 4), "sigmoid (32 weights)"),
+        (transformer("relu"), (1, 3, 4), None),
+        (transformer("gelu"), (1, 3, 4), "gelu (128 weights)"),
+        (nn.Sequential(Gated(), nn.RMSNorm(4)), (1, 3, 4), "silu (16 weights)"),
+        (convolutions(nn.Identity), (1, 3, 8, 8), None),
+        (convolutions(lambda: nn.BatchNorm2d(8)), (1, 3, 8, 8), "batch norm divides by statistics"),
+    ],
+)
+def test_a_warning_if_few_weights_share_a_path(model, shape, cause):
+    expected = nullcontext() if cause is None else pytest.warns(UserWarning, match=re.escape(cause))
+    with expected:
+        pathsgd.PathSGD(model, torch.zeros(shape), lr=0.1)
 
 
 def test_the_status_of_parameters():

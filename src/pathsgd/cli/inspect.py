@@ -1,17 +1,15 @@
-"""``pathsgd inspect``: prints the path graph, path norm and imbalance of a model, as tables or as JSON."""
+"""``pathsgd inspect``: prints the path graph, path norm and imbalance of a model."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from pathsgd import Imbalance, PathGraph, imbalance, path_norm
-from pathsgd.cli.user_model import load_model, make_inputs, make_parser, trace_model
+from pathsgd import Imbalance, imbalance, path_norm
+from pathsgd.cli.user_model import load_model, make_parser, trace_model
 
 ABOUT = """\
 Prints a model as the library sees it. The model is not changed.
@@ -24,45 +22,31 @@ mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after path
              ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
              norm
 the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
-             and their imbalance
-
-The imbalance of a unit is -log2 of the factor that balance would multiply it by: the network is its balanced
-equivalent with every unit rescaled by 2^imbalance. 0 is balanced; +5 means that the weights into the unit
-are 32 times too large, and those out of it 32 times too small.
+             and their imbalance: +5 means that the weights into a unit are 2^5 times too large, and those
+             out of it 2^5 times too small
 
 Importing a module runs the code in it, so inspect code you trust. Weights are read by
 torch.load(weights_only=True), which runs none.
 
 examples:
   pathsgd inspect mypkg.models:resnet --input-shape 1,3,32,32
-  pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt --json
+  pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt
 """
 LEGEND = """\
 norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
 from the balanced network; 0 is balanced, - is a layer without units that can be rescaled."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("inspect", ABOUT)
-    parser.add_argument("--p", type=float, default=2.0, help="order of the norms, from 1 to inf")
-    options = parser.parse_args(arguments)
-    # What the user's code prints must not end up in the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
+def main(arguments: Sequence[str]) -> None:
+    options = make_parser(ABOUT).parse_args(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # for what the user's code prints
         model = load_model(options)
-        inputs = make_inputs(options, model)
-        graph = trace_model(options, model, inputs)
-    if not options.json:
-        print(graph, end="\n\n", flush=True)
+        graph = trace_model(options, model)
+    print(graph, end="\n\n", flush=True)
     measured = imbalance(model, graph, options.p, math.inf)
     regions = range(len(graph.parameter_regions()))
     log_phi = {k: path_norm(model, graph, options.p, log=True, region=k).item() for k in regions}
-    if options.json:
-        shapes = [{"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for x in inputs]
-        report = {"target": options.target, "inputs": shapes, **to_json(graph, measured, log_phi)}
-        print(json.dumps(report, indent=1, allow_nan=False))
-    else:
-        print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
-    return 0
+    print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
 
 
 def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list[str]:
@@ -86,9 +70,7 @@ def _network_table(measured: Imbalance, log_phi: dict[int, float]) -> list[str]:
     rows = []
     for region, logarithm in log_phi.items():
         which = f" of region {region}" if len(log_phi) > 1 else ""
-        phi = _exponential(logarithm)
-        in_floats = "beyond floats" if phi is None else f"{phi_p} = {phi:.6g}"
-        rows.append((f"log {phi_p}{which}", f"{logarithm:.6g}", in_floats))
+        rows.append((f"log {phi_p}{which}", f"{logarithm:.6g}", ""))
     if not rows:
         rows.append((f"log {phi_p}", "-", "no parameter lies on a path"))
     at = next((layer for layer in measured.layers if layer.norm and layer.norm.largest == measured.mu), None)
@@ -133,42 +115,3 @@ def _title(owners: tuple[str, ...]) -> str:
     """Any one of the owners names the units; two are enough to see that there are several."""
     more = len(owners) - 2
     return " + ".join(owners[:2]) + (f" + {more} more" if more > 0 else "")
-
-
-def _exponential(log_phi: float) -> float | None:
-    """Returns phi itself, where it is a normal number of fp64."""
-    if log_phi == -math.inf:
-        return 0.0
-    return math.exp(log_phi) if -708 < log_phi < 709 else None
-
-
-def to_json(graph: PathGraph, measured: Imbalance, log_phi: dict[int, float]) -> dict[str, Any]:
-    """Returns all that the report and the tables say. The logarithm of a phi of 0 is null, as is a phi beyond
-    floats."""
-    numbers = {region: k for k, region in enumerate(graph.parameter_regions())}
-    parameters = [
-        {
-            **asdict(info),
-            "status": info.status.value,
-            "path_normalised": info.normalised,
-            "regions": [numbers[region] for region in info.regions],
-        }
-        for info in graph.parameters.values()
-    ]
-    ends = dict.fromkeys((numbers.get(graph.regions[node]), at, why) for node, at, why in graph.boundaries)
-    return {
-        "model": graph.model,
-        "p": measured.p if math.isfinite(measured.p) else "inf",
-        "regions": len(numbers),
-        "parameters": parameters,
-        "ends": [{"region": region, "at": at, "reason": why} for region, at, why in ends],
-        "notes": list(graph.notes),
-        "phi": [
-            {"region": k, "log_phi": x if math.isfinite(x) else None, "phi": _exponential(x)}
-            for k, x in log_phi.items()
-        ],
-        "mu": measured.mu,
-        "mu_balanced": measured.mu_balanced,
-        "ratio": measured.ratio,
-        "layers": [asdict(layer) for layer in measured.layers],
-    }

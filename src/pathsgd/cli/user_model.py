@@ -1,4 +1,4 @@
-"""The user's model, as both commands take it: options, import of the code, weights and inputs.
+"""The user's model: options, import of the code, weights and inputs.
 
 An exception in the user's code becomes a PathError of one line.
 """
@@ -12,13 +12,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pathsgd import PathError, PathGraph, TraceError, trace
 
@@ -28,10 +28,10 @@ MAX_REASON = 160
 """Characters of what load_state_dict says that are printed."""
 
 
-def make_parser(command: str, about: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options of the model."""
+def make_parser(about: str) -> argparse.ArgumentParser:
+    """Returns the parser of the options."""
     parser = argparse.ArgumentParser(
-        prog=f"pathsgd {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pathsgd inspect", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help="package.module:name or path/to/file.py:name of a model, or of a "
@@ -41,20 +41,19 @@ def make_parser(command: str, about: str) -> argparse.ArgumentParser:
     add("--input-shape", type=_read_shape, action="append", default=[], metavar="SIZES",
         help="sizes of an input, batch included: 1,3,32,32; once for each positional input")  # fmt: skip
     add("--input-dtype", type=_read_dtype, action="append", default=[], metavar="DTYPE",
-        help="float32, int64, ...: one for all or one for each; by default that of parameters")  # fmt: skip
+        help="float32, int64, ...: one for all or one for each; by default float32")  # fmt: skip
     add("--batch-dim", type=_read_axis, default=0, metavar="AXIS", help="batch axis of the inputs, or none")
     add("--weights", type=Path, metavar="FILE", help="load this state dict, or a checkpoint that holds one")
     add("--seed", type=int, default=0, help="seed of weights that are drawn at random")
-    add("--device", help="cpu, cuda, ...; by default where the model is")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--p", type=float, default=2.0, help="order of the norms, from 1 to inf")
     return parser
 
 
 def load_model(options: argparse.Namespace) -> nn.Module:
-    """Makes the model that the options name, with its weights and on its device.
+    """Makes the model that the options name, with its weights.
 
     Raises:
-        PathError: It cannot be imported or made, its weights do not fit, or there is no such device.
+        PathError: It cannot be imported or made, or its weights do not fit.
     """
     torch.manual_seed(options.seed)
     text, target = options.target, _import_target(options.target)
@@ -71,40 +70,20 @@ def load_model(options: argparse.Namespace) -> nn.Module:
         raise PathError(f"{text} is a model already: --arguments are for a factory")
     if options.weights is not None:
         _load_weights(target, options.weights)
-    if options.device is None:
-        return target
-    try:
-        return target.to(torch.empty(1, device=options.device).device)
-    except Exception as error:  # whatever a backend that is not there raises
-        reason = str(error).splitlines()[0]
-        raise PathError(f"device {options.device!r} cannot be used: {reason}") from None
+    return target
 
 
-def make_inputs(options: argparse.Namespace, model: nn.Module) -> tuple[Tensor, ...]:
-    """Returns zeros of the shapes and dtypes that the options name."""
+def trace_model(options: argparse.Namespace, model: nn.Module) -> PathGraph:
+    """Traces the model, without inputs if it starts with a linear layer. Errors name the options."""
     shapes, dtypes = options.input_shape, options.input_dtype
-    if dtypes and (not shapes or len(dtypes) not in (1, len(shapes))):
+    if len(dtypes) not in (0, 1, len(shapes)):
         raise PathError(
             f"{len(dtypes)} --input-dtype for {len(shapes)} --input-shape: give one for all or for each"
         )
-    parameters = list(model.parameters())
-    device = parameters[0].device if parameters else None
-    if not dtypes:
-        dtypes = [next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())]
-    dtypes = dtypes * len(shapes) if len(dtypes) == 1 else dtypes
+    dtypes = dtypes if len(dtypes) == len(shapes) else (dtypes or [torch.float32]) * len(shapes)
+    inputs = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     try:
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
-    except (RuntimeError, TypeError) as error:
-        raise PathError(f"inputs of shape {shapes} do not fit in memory") from error
-
-
-def trace_model(options: argparse.Namespace, model: nn.Module, inputs: Sequence[Tensor]) -> PathGraph:
-    """Traces the model; without inputs, if it starts with a linear layer. Errors name the options."""
-    try:
-        return trace(model, tuple(inputs) or None, batch_dim=options.batch_dim)
+        return trace(model, inputs or None, batch_dim=options.batch_dim)
     except TraceError as error:
         text = str(error).replace("example_input", "--input-shape")
         if "indices" in text:
@@ -181,13 +160,8 @@ def _load_weights(model: nn.Module, file: Path) -> None:
         raise PathError(
             f"{file} holds no state dict that can be read without running code ({type(error).__name__})"
         ) from error
-    while isinstance(state, Mapping):
-        inner = next((state[key] for key in CHECKPOINT_KEYS if key in state), None)
-        if not isinstance(inner, Mapping):
-            break
-        state = inner
-    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise PathError(f"{file} holds no state dict but a {type(state).__name__}; save model.state_dict()")
+    while isinstance(state, Mapping) and (inner := [state[k] for k in CHECKPOINT_KEYS if k in state]):
+        state = inner[0]
     try:
         model.load_state_dict(state)
     except Exception as error:

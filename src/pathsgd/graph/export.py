@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pathsgd._torch import (
@@ -45,23 +46,22 @@ def export_at_batch_one(
             errors.append(error)
     # Some models branch at random in training mode (stochastic depth), which export cannot follow.
     training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
+    with restore_modules(model):
+        for module in training:
+            module.training = False
         for args, kwargs in examples if training else ():
             with contextlib.suppress(TraceError):
                 program, notes = _at_batch_one(model, args, kwargs, batch_dim)
                 note = "it could not be traced in training mode, so this is what it computes in eval mode"
                 return program, [note, *notes]
-    finally:
-        for module in training:
-            module.training = True
     raise errors[-1]  # an earlier one may be about nothing but precision
 
 
 def examples_for(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The inputs as the model may take them, to be tried one after the other."""
-    inputs = _on_device_of(model, (args, kwargs))
+    """The inputs as the model may take them, to be tried one after the other. Only shapes matter, so an
+    example on another device is moved."""
+    device = next(model.parameters()).device
+    inputs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
     return [inputs, *_in_precision_of(model, inputs)]
 
 
@@ -102,19 +102,11 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
         kind = type(leaves[0]).__name__ if leaves else "nothing"
         hint = "pass torch.empty(*shape)" if kind == "int" else "make it a tensor, as torch.from_numpy does"
         raise TraceError(f"example_input must hold a tensor, got {kind}: {hint}")
-    if batch_dim is None:
-        return
-    if batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors):
+    if batch_dim is not None and (batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors)):
         shapes = [tuple(x.shape) for x in tensors]
         raise TraceError(
             f"no input has an axis batch_dim={batch_dim!r} (shapes {shapes}); name one, or pass None"
         )
-
-
-def _on_device_of(model: nn.Module, inputs: Any) -> Any:
-    """Only the shapes of an example matter, so one on another device is moved."""
-    device = next(model.parameters()).device
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
 
 
 def _in_precision_of(model: nn.Module, inputs: Any) -> list[Any]:
@@ -136,9 +128,7 @@ def _in_precision_of(model: nn.Module, inputs: Any) -> list[Any]:
 def _time_first(model: nn.Module) -> list[str]:
     """A note if axis 0, which was taken for the batch, may be time. Only the user can know."""
     for name, module in model.named_modules():
-        layers = (nn.RNNBase, nn.MultiheadAttention)
-        inner = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
-        if isinstance(inner, layers) and not inner.batch_first:
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
             return [
                 f"{name!r} ({type(module).__name__}) takes time first, and axis 0 of the example was taken "
                 "for the batch; if it is time, pass batch_dim=1"
@@ -234,10 +224,9 @@ class _PlainLayers(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in RECURRENT:
-            with without_cudnn():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        is_recurrent = getattr(func, "__name__", "") in RECURRENT
+        with without_cudnn() if is_recurrent else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
     @staticmethod
     def _batch_norm(
@@ -292,41 +281,38 @@ def silence_torch() -> Iterator[None]:
         logger.setLevel(level)
 
 
-FRESH = frozenset(
-    f"aten::{name}"
-    for name in (
-        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-        "linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "add", "sub", "mul",
-        "div", "cat", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "lift_fresh_copy",
-    )
-)  # fmt: skip
-"""Operators that always return new memory. Others, such as dropout, may return what they are given."""
-
-
 def _mutates(program: ExportedProgram) -> bool:
     """Whether anything is written in place that the program must be made functional for: not a counter (of a
-    batch norm), nor a new value that nothing else reads, as by an in-place ReLU."""
-    private: set[fx.Node] = set()
+    batch norm), nor memory that nothing else has read before, as by an in-place ReLU."""
+    read: set[StorageWeakRef] = set()
     for node in program.graph.nodes:
-        schema = operator_schema(node.target)
-        if schema is None:
-            continue
-        if not schema.is_mutable:
-            # What an operator returns is new memory or, as of a view, that of its inputs.
-            if schema.name in FRESH or all(x in private and len(x.users) == 1 for x in node.all_input_nodes):
-                private.add(node)
-            continue
-        if schema.name == "aten::detach_":
-            continue  # of a tensor written in the code: no number changes
-        target = node.args[0] if node.args else None
-        writes = [argument.is_write for argument in schema.arguments]
-        if target in private and len(target.users) == 1 and writes[0] and sum(writes) == 1:
-            private.add(node)
-            continue
-        value = target.meta.get("val") if isinstance(target, fx.Node) else None
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() > 0:
-            return True
+        for value in _values(written_arguments(node.target, node.args, node.kwargs)):
+            is_counter = value.dim() == 0 and not value.is_floating_point()
+            if memory_of(value) in read and not is_counter:
+                return True
+        if node.op == "placeholder" or len(node.users) > 1:
+            read.update(map(memory_of, _values(node)))
     return False
+
+
+def _values(arguments: Any) -> list[Tensor]:
+    """The fake tensors that nodes stand for, without those that are sparse and have no address."""
+    found = [x.meta.get("val") for x in tree_leaves(arguments) if isinstance(x, fx.Node)]
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.layout == torch.strided]
+
+
+def written_arguments(target: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a call of an ATen operator writes to; ``detach_`` changes no number."""
+    schema = operator_schema(target)
+    if schema is None or not schema.is_mutable or schema.name == "aten::detach_":
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef:
+    """Equal for all views of one memory, and for nothing else while it is kept."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError:

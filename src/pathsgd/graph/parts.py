@@ -128,6 +128,7 @@ class _Search:
     model: nn.Module
     recorders: list[Recorder]
     builder: Builder = field(default_factory=Builder)
+    returned: list[int] = field(default_factory=list)
     parts: dict[Key, str] = field(default_factory=dict)
     """The names of the modules that were traced."""
     refused: dict[Key, str] = field(default_factory=dict)
@@ -144,11 +145,12 @@ class _Search:
         for call in _all_calls(self.recorders[0].calls):
             self.calls.setdefault(_key(call), []).append(call)
         self.kinds = Counter(module for module, _ in self.calls)
-        self.problems: dict[nn.Module, str] = {}
-        for recorder in self.recorders:
-            for call in _all_calls(recorder.calls):
-                if call.problem:
-                    self.problems.setdefault(call.module, call.problem)
+        self.problems = {
+            call.module: call.problem
+            for recorder in self.recorders
+            for call in _all_calls(recorder.calls)
+            if call.problem
+        }
 
     def visit(self, calls: list[Call]) -> None:
         for key in dict.fromkeys(map(_key, calls)):
@@ -186,30 +188,18 @@ class _Search:
         if any(list(call.operators()) != ran for call in calls):
             raise TraceError("alone, given zeros, it does something else than in the model")
         program, _ = export_at_batch_one(part, part.example(), {}, None)
-        builder = Builder()
+        attempt = Builder()
         try:
-            returned = write_nodes(builder, program, self.names, name, AROUND)
+            write_nodes(attempt, program, self.names, name, AROUND)
         except Exception as error:
             raise TraceError(str(error)) from error
-        if not {name for _, memory in ran for m in memory for name in self.named[m]} <= builder.read:
+        if not {name for _, memory in ran for m in memory for name in self.named[m]} <= attempt.read:
             raise TraceError("its trace does not read all that it reads")
+        returned = write_nodes(self.builder, program, self.names, name, AROUND)
         for node in returned:
-            builder.end(Paths(node), f"read by {AROUND}")
-        builder.end_at_statistics(returned)
-        self.append(builder)
+            self.builder.end(Paths(node), f"read by {AROUND}")
+        self.returned += returned
         self.parts[key] = name
-
-    def append(self, part: Builder) -> None:
-        """Adds the nodes of a part to those of the others."""
-        whole, start = self.builder, len(self.builder.nodes)
-        whole.nodes += [replace(node, inputs=tuple(start + k for k in node.inputs)) for node in part.nodes]
-        whole.ends |= {start + k: reason for k, reason in part.ends.items()}
-        whole.passed |= {start + k for k in part.passed}
-        whole.stopped |= {start + k for k in part.stopped}
-        whole.boundaries += [(start + k, where, reason) for k, where, reason in part.boundaries]
-        whole.begins |= {start + k: tuple(start + n for n in found) for k, found in part.begins.items()}
-        whole.outside = {**part.outside, **whole.outside}
-        whole.read |= part.read
 
     def finish(self, reason: str) -> PathGraph:
         """The graph of all parts, with the parameters that something else reads as well kept as they are."""
@@ -219,6 +209,7 @@ class _Search:
                     self.builder.outside.setdefault(name, f"read by {AROUND}")
         read = set().union(*(recorder.read for recorder in self.recorders))
         unread = [name for memory, names in self.named.items() if memory not in read for name in names]
+        self.builder.end_at_statistics(self.returned)
         self.builder.notes = self.notes(reason, unread)
         graph = build_graph(self.model, self.builder, self.names, ())
         roles = guess_roles(self.model)
@@ -233,14 +224,12 @@ class _Search:
     def _read_around(self, recorder: Recorder) -> Iterator[Any]:
         """The memory of the parameters that are read outside the calls of traced parts."""
         yield from recorder.outside
-        waiting = list(recorder.calls)
-        while waiting:
-            call = waiting.pop()
-            if _key(call) not in self.parts:
-                waiting += call.children()
-                for event in call.events:
-                    if not isinstance(event, Call):
-                        yield from event[1]
+        waiting: list[Any] = list(recorder.calls)
+        for event in waiting:
+            if not isinstance(event, Call):
+                yield from event[1]
+            elif _key(event) not in self.parts:
+                waiting += event.events
 
     def notes(self, reason: str, unread: list[str]) -> list[str]:
         whole = f"it could not be traced as a whole ({_first_sentence(reason)}); traced, in eval mode, were"
@@ -288,7 +277,6 @@ def guess_roles(model: nn.Module) -> dict[str, tuple[str, ...]]:
     def guess(name: str, p: nn.Parameter) -> tuple[str, ...]:
         if id(p) in embeddings:
             return ("embedding",)
-        is_matrix = p.dim() >= 2 and "weight" in name.rpartition(".")[2]
-        return ("weight",) if is_matrix else ()
+        return ("weight",) if p.dim() >= 2 and "weight" in name.rpartition(".")[2] else ()
 
     return {name: guess(name, p) for name, p in model.named_parameters()}

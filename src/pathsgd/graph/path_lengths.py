@@ -1,4 +1,4 @@
-"""Which entries of a parameter share their paths with other weights, and with which kind.
+"""Which entries of a parameter are alone on their paths.
 
 Two passes over the graph count the weights on the longest path through every unit. The weights that one layer
 leads into a unit are judged together, its bias with them: a bias of the last layer is alone on its own paths,
@@ -11,8 +11,7 @@ taken together. So what is called alone is alone, and no rescaling changes it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,43 +25,25 @@ MANY = 2
 """Longer paths count as this long."""
 
 
-class Company(IntEnum):
-    """The kind of weights that lie on the paths of an entry beside it."""
-
-    NONE = 0
-    """No other weight."""
-    SCALES = 1
-    """Only weights of single channels: a norm's, a PReLU's, a bias."""
-    MATRICES = 2
-    """The matrix or the kernel of another layer."""
-
-
-def find_company(
+def find_alone(
     graph_nodes: Sequence[Node], ends: Mapping[int, str], shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """The company of every entry, by parameters that lie on paths. Tensors have size one along axes on which
-    they do not change. ``shapes`` are those of the parameters."""
-    into_all, onward_all = _longest(graph_nodes, _has_parameter)
-    into, onward = _longest(graph_nodes, _is_matrix)
-    units = biased_sums(graph_nodes, ends)
-    company_of: dict[str, Tensor] = {}
+    """Whether no other weight lies on the paths of an entry, by parameters that lie on paths. Tensors have
+    size one along axes on which they do not change. ``shapes`` are those of the parameters."""
+    into, onward = _longest(graph_nodes)
+    sums = _biased_sums(graph_nodes, ends)
+    others: dict[str, Tensor] = {}
     for k, node in enumerate(graph_nodes):
         operation = node.operation
         if not isinstance(operation, Weighted) or operation.weight.parameter is None:
             continue
-        unit = units.get(k, k)
-        own = into[unit].clamp(max=1) if k in units else int(_is_matrix(operation))
-        others = into_all[unit] + onward_all[unit] - 1
-        matrices = into[unit] + onward[unit] - own
-        company = torch.where(matrices > 0, Company.MATRICES, Company.SCALES)
-        company = torch.where(others > 0, company, Company.NONE).to(torch.int8)
-        name = operation.weight.parameter.name
-        entries = _to_parameter(operation, company, shapes[name])
-        company_of[name] = torch.maximum(company_of[name], entries) if name in company_of else entries
-    return company_of
+        unit, name = sums.get(k, k), operation.weight.parameter.name
+        entries = _to_parameter(operation, into[unit] + onward[unit] - 1, shapes[name])
+        others[name] = torch.maximum(others[name], entries) if name in others else entries
+    return {name: count == 0 for name, count in others.items()}
 
 
-def biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[int, int]:
+def _biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[int, int]:
     """Maps the node of a bias to the sum that it goes into, if nothing else reads the bias."""
     readers: dict[int, list[int]] = {}
     for k, node in enumerate(graph_nodes):
@@ -76,45 +57,38 @@ def biased_sums(graph_nodes: Sequence[Node], ends: Mapping[int, str]) -> dict[in
     }
 
 
-def _has_parameter(operation: Weighted) -> bool:
-    return operation.weight.parameter is not None
-
-
-def _is_matrix(operation: Weighted) -> bool:
-    return _has_parameter(operation) and isinstance(operation, (nodes.Linear, nodes.Conv))
-
-
-def _longest(
-    graph_nodes: Sequence[Node], counts: Callable[[Weighted], bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The largest number of counted weights on a path that arrives at each unit of each node, and on one that
-    leaves it."""
+def _longest(graph_nodes: Sequence[Node]) -> tuple[list[Tensor], list[Tensor]]:
+    """The largest number of weights on a path that arrives at each unit of each node, and on one that leaves
+    it."""
+    counts = [
+        isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None
+        for node in graph_nodes
+    ]
     into: list[Tensor] = []
-    for node in graph_nodes:
+    for k, node in enumerate(graph_nodes):
         sources = [(into[source], graph_nodes[source].shape) for source in node.inputs]
-        into.append(_arrive(node, sources, counts).clamp(max=MANY))
+        into.append((_arrive(node, sources) + counts[k]).clamp(max=MANY))
     onward = [_zeros(len(node.shape)) for node in graph_nodes]
     for k, node in reversed(list(enumerate(graph_nodes))):
-        flows = _leave(node, onward[k], [graph_nodes[source].shape for source in node.inputs], counts)
+        flows = _leave(node, onward[k], [graph_nodes[source].shape for source in node.inputs])
         for source, flow in zip(node.inputs, flows, strict=True):
+            longest = flow + counts[k]
             if isinstance(node.operation, nodes.Square):
-                flow = flow + into[source]  # the other path that meets this one in the product
-            onward[source] = torch.maximum(onward[source], flow).clamp(max=MANY)
+                longest = longest + into[source]  # the other path that meets this one in the product
+            onward[source] = torch.maximum(onward[source], longest).clamp(max=MANY)
     return into, onward
 
 
-def _arrive(node: Node, sources: list[tuple[Tensor, Shape]], counts: Callable[[Weighted], bool]) -> Tensor:
+def _arrive(node: Node, sources: list[tuple[Tensor, Shape]]) -> Tensor:
     operation, ndim = node.operation, len(node.shape)
     x = sources[0][0] if sources else _zeros(ndim)
     match operation:
-        case nodes.Begin():
+        case nodes.Begin() | nodes.Source() | nodes.Multiply() | nodes.Expand():
             return x
-        case nodes.Source() | nodes.Multiply():
-            return x + counts(operation)
         case nodes.Linear():
-            return _largest(x, [ndim - 1]) + counts(operation)
+            return _largest(x, [ndim - 1])
         case nodes.Conv():
-            return _largest(x, range(1, ndim)) + counts(operation)
+            return _largest(x, range(1, ndim))
         case nodes.Add():
             return functools.reduce(torch.maximum, [value for value, _ in sources])
         case nodes.Square():
@@ -135,26 +109,22 @@ def _arrive(node: Node, sources: list[tuple[Tensor, Shape]], counts: Callable[[W
             return x if x.shape[dim] == 1 else compress(view_tensor(operation, x))
         case nodes.Permute():
             return view_tensor(operation, x)
-        case nodes.Expand():
-            return x
         case nodes.Embed():
             raise AssertionError("an adjoint in a traced graph")
 
 
-def _leave(node: Node, y: Tensor, before: list[Shape], counts: Callable[[Weighted], bool]) -> list[Tensor]:
+def _leave(node: Node, y: Tensor, before: list[Shape]) -> list[Tensor]:
     operation, ndim = node.operation, len(node.shape)
     match operation:
         case nodes.Begin() | nodes.Source():
             return []
-        case nodes.Multiply():
-            return [y + counts(operation)]
         case nodes.Linear():
-            return [_largest(y, [ndim - 1]) + counts(operation)]
+            return [_largest(y, [ndim - 1])]
         case nodes.Conv():
-            return [_largest(y, range(1, ndim)) + counts(operation)]
+            return [_largest(y, range(1, ndim))]
         case nodes.Add():
             return [y] * len(before)
-        case nodes.Square() | nodes.Reduce():
+        case nodes.Multiply() | nodes.Square() | nodes.Reduce():
             return [y]
         case nodes.AxisMap(dim):
             return [_largest(y, [dim])]

@@ -4,9 +4,7 @@ trace of that call alone differ from what it did in the run."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pathsgd._torch import TorchDispatchMode, operator_schema, tree_leaves, tree_map
-from pathsgd.graph.export import tensors_in
+from pathsgd._torch import TorchDispatchMode, tree_leaves, tree_map
+from pathsgd.graph.export import memory_of, tensors_in, written_arguments
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
@@ -57,13 +55,6 @@ class Call:
     outputs: set[StorageWeakRef] = field(default_factory=set)
     running: bool = True
 
-    def chain(self) -> Iterator[Call]:
-        """The call, then those it was made in."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.parent
-
     def operators(self) -> Iterator[tuple[str, tuple[StorageWeakRef, ...]]]:
         """The operators that it ran, also in the calls it made, with the memory of parameters they read."""
         for event in self.events:
@@ -80,21 +71,27 @@ class Call:
         self.problem = self.problem or problem
 
 
+def _chain(call: Call | None) -> Iterator[Call]:
+    """The call, then those it was made in."""
+    while call is not None:
+        yield call
+        call = call.parent
+
+
 class Recorder(TorchDispatchMode):
     """Watches a run of a model. Memory tells tensors apart, so views are seen as well."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.thread = threading.get_ident()
         self.calls: list[Call] = []
         """Those of the model itself."""
         self.current: Call | None = None
         self.parameters: dict[StorageWeakRef, list[nn.Parameter]] = {}
         """By memory: the weights of a recurrent layer share theirs on a GPU."""
         for p in model.parameters():
-            self.parameters.setdefault(_memory(p), []).append(p)
-        self.buffers = {_memory(b): b for b in model.buffers() if b.layout == torch.strided}
+            self.parameters.setdefault(memory_of(p), []).append(p)
+        self.buffers = {memory_of(b): b for b in model.buffers() if b.layout == torch.strided}
         self.made: dict[StorageWeakRef, Call | None] = {}
         """By memory, the call that made it; None for the inputs of the model."""
         self.variable: set[StorageWeakRef] = set()
@@ -108,19 +105,17 @@ class Recorder(TorchDispatchMode):
         self.watching = True
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model without gradients, and puts the memory back that it wrote."""
+        """Runs the model without gradients, and puts the memory back that it wrote. The hooks are left to
+        ``restore_modules``."""
         data = [(tensor, tensor.data) for tensor in self.model.parameters()]
-        self.variable.update(map(_memory, tensors_in((args, kwargs))))
+        self.variable.update(map(memory_of, tensors_in((args, kwargs))))
         self.made.update(dict.fromkeys(self.variable))
         try:
-            with ExitStack() as stack:
-                for module in self.model.modules():
-                    before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-                    after = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
-                with torch.no_grad(), self:
-                    return self.model(*args, **kwargs)
+            for module in self.model.modules():
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            with torch.no_grad(), self:
+                return self.model(*args, **kwargs)
         finally:
             for tensor, own in data:
                 if tensor.data_ptr() != own.data_ptr():
@@ -131,29 +126,28 @@ class Recorder(TorchDispatchMode):
     # Modules
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self.thread:
-            return  # somebody else's
         call = Call(module, self.current)
         leaves = tensors_in((args, kwargs))
-        call.inputs = set(map(_memory, leaves))
-        call.writable = list(map(_memory, tensors_of((args, kwargs))))
+        call.inputs = set(map(memory_of, leaves))
+        call.writable = list(map(memory_of, tensors_of((args, kwargs))))
         self._look_at(leaves)
         if any(memory in self.parameters for memory in call.inputs):
             call.refuse("it is given a parameter")
-        with self._unwatched():
-            try:
-                call.given = tree_map(_describe, (args, kwargs))
-            except Exception:
-                call.refuse("it is given an object that cannot be copied")
+        self.watching = False
+        try:
+            call.given = tree_map(_describe, (args, kwargs))
+        except Exception:
+            call.refuse("it is given an object that cannot be copied")
+        finally:
+            self.watching = True
         (self.calls if self.current is None else self.current.events).append(call)
         self.current = call
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         call = self.current
-        if threading.get_ident() != self.thread or call is None:
-            return
+        assert call is not None
         left = tensors_in((result, [x for x in tree_leaves((args, kwargs)) if not isinstance(x, Tensor)]))
-        call.outputs = {_memory(x) for x in left}
+        call.outputs = {memory_of(x) for x in left}
         call.running = False
         self.current = call.parent
         self._look_at(left)
@@ -166,7 +160,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         read = tensors_of((args, kwargs))
         self._look_at(read)
-        memory = [_memory(x) for x in read]
+        memory = [memory_of(x) for x in read]
         weights = tuple(m for m in memory if m in self.parameters)
         self.read.update(weights)
         if self.current is not None:
@@ -175,7 +169,7 @@ class Recorder(TorchDispatchMode):
             self.outside.update(weights)
         written = self._look_at_writes(func, args, kwargs)
         result = func(*args, **kwargs)
-        returned = set(map(_memory, tensors_of(result)))
+        returned = set(map(memory_of, tensors_of(result)))
         for m in returned - self.parameters.keys() - self.buffers.keys() - set(memory):
             self.made[m] = self.current
         if weights or not self.variable.isdisjoint(memory):
@@ -184,57 +178,34 @@ class Recorder(TorchDispatchMode):
 
     def _look_at(self, tensors: Iterable[Tensor]) -> None:
         """The running calls read these."""
-        for memory in self.variable.intersection(map(_memory, tensors)):
-            made_in = self._made_in(memory)
+        for memory in self.variable.intersection(map(memory_of, tensors)):
+            made_in = set(_chain(self.made.get(memory)))
             for call in made_in:
                 if not call.running and memory not in call.outputs:
                     call.refuse("a value inside it is read elsewhere")
-            for call in self._running():
+            for call in _chain(self.current):
                 if call not in made_in and memory not in call.inputs:
                     call.refuse("it reads a value that it is not given")
 
     def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> set[StorageWeakRef]:
         """Refuses calls that write to what is not theirs, and returns what is written."""
-        schema = operator_schema(func)
         found: set[StorageWeakRef] = set()
-        for k, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            for x in tensors_of(value) if argument.is_write else ():
-                found.add(memory := _memory(x))
-                if self.made.get(memory) is None and memory not in self.written:
-                    self.written[memory] = x.untyped_storage(), x.untyped_storage().clone()
+        for x in tensors_of(written_arguments(func, args, kwargs)):
+            found.add(memory := memory_of(x))
+            if self.made.get(memory) is None and memory not in self.written:
+                self.written[memory] = x.untyped_storage(), x.untyped_storage().clone()
         for memory in found:
-            buffer, made_in = self.buffers.get(memory), self._made_in(memory)
-            for call in self._running():
+            buffer, made_in = self.buffers.get(memory), set(_chain(self.made.get(memory)))
+            for call in _chain(self.current):
                 own = call in made_in or any(buffer is x for x in call.module.buffers())
                 if not own and call.writable.count(memory) != 1:
                     call.refuse("it writes in place to what is not its own")
         return found
 
-    def _running(self) -> Iterator[Call]:
-        return iter(()) if self.current is None else self.current.chain()
-
-    def _made_in(self, memory: StorageWeakRef) -> set[Call]:
-        call = self.made.get(memory)
-        return set() if call is None else set(call.chain())
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        self.watching = False
-        try:
-            yield
-        finally:
-            self.watching = True
-
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a structure that torch knows, without those inside other objects."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    """Equal for all views of one memory, and for nothing else while it is kept."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _describe(value: Any) -> Any:

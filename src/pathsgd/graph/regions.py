@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from pathsgd.graph.builder import Builder
 from pathsgd.graph.nodes import Node, Weighted
-from pathsgd.graph.path_lengths import Company, find_company
+from pathsgd.graph.path_lengths import find_alone
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.graph.union_find import UnionFind
 
@@ -46,11 +46,7 @@ def describe_parameters(
     unread = {n: "what it leads to is on no path" for n in builder.read if not described[n].regions}
     for name, reason in {**unread, **builder.outside}.items():
         described[name] = replace(
-            described[name],
-            status=ParameterStatus.OUTSIDE,
-            reason=f"outside: {reason}",
-            alone=0,
-            with_scales_only=0,
+            described[name], status=ParameterStatus.OUTSIDE, reason=f"outside: {reason}", alone=0
         )
     return described
 
@@ -70,18 +66,11 @@ def describe_uses(
             roles = tuple(dict.fromkeys((*info.roles, node.operation.weight.role)))
             described[info.name] = replace(info, regions=own_regions, roles=roles)
     shapes = {name: info.shape for name, info in described.items()}
-    for name, company in find_company(nodes, ends, shapes).items():
-        described[name] = _describe_company(described[name], company)
+    for name, is_alone in find_alone(nodes, ends, shapes).items():
+        entries = math.prod(shapes[name])
+        alone = int(is_alone.sum()) * entries // max(is_alone.numel(), 1)
+        status, reason = ParameterStatus.NORMALISED, ""
+        if alone == entries:
+            status, reason = ParameterStatus.ALONE, ALONE
+        described[name] = replace(described[name], status=status, reason=reason, alone=alone)
     return described
-
-
-def _describe_company(info: ParameterInfo, company: Tensor) -> ParameterInfo:
-    """Adds to ``info`` how the parameter takes part in paths, from what lies on those of its entries."""
-    entries = math.prod(info.shape)
-    alone, scales = (
-        int((company == kind).sum()) * entries // max(company.numel(), 1)
-        for kind in (Company.NONE, Company.SCALES)
-    )
-    if alone == entries:
-        return replace(info, status=ParameterStatus.ALONE, reason=ALONE, alone=alone)
-    return replace(info, status=ParameterStatus.NORMALISED, reason="", alone=alone, with_scales_only=scales)

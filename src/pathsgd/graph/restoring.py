@@ -34,10 +34,8 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
     and the tensors that they hold (fake tensors, for one). What it did not write is not touched."""
     saved = _save_references(model)
     copies = _copy_values(model, (value for value, _, _ in saved))
-    tensors = [
-        x for x in (*model.parameters(), *model.buffers(), *(held for held, *_ in copies)) if x.is_leaf
-    ]
-    gradients = [(x, x.requires_grad, x.grad) for x in tensors]
+    tensors = (*model.parameters(), *model.buffers(), *(tensor for tensor, *_ in copies))
+    gradients = [(x, x.requires_grad, x.grad) for x in tensors if x.is_leaf]
     generators = [(value, value.get_state()) for value, _, _ in saved if type(value) is torch.Generator]
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -72,7 +70,7 @@ def _restore_process() -> Iterator[None]:
     """Puts back what a forward pass may set for the whole process. Export draws no numbers of torch."""
     numpy = sys.modules.get("numpy")
     drawn, numpy_drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    torch_drawn, seed = torch.get_rng_state(), torch.initial_seed()
+    torch_drawn = torch.get_rng_state()
     dtype = torch.get_default_dtype()
     kinds = ["cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) else [])]
     cast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
@@ -82,8 +80,7 @@ def _restore_process() -> Iterator[None]:
         random.setstate(drawn)
         if numpy is not None:
             numpy.random.set_state(numpy_drawn)
-        if torch.initial_seed() != seed:
-            torch.set_rng_state(torch_drawn)
+        torch.set_rng_state(torch_drawn)
         torch.set_default_dtype(dtype)
         for kind, enabled in cast.items():
             torch.set_autocast_enabled(kind, enabled)
@@ -113,9 +110,8 @@ def _save_references(model: nn.Module) -> list[tuple[Any, Any, list[Any]]]:
                 if id(value) not in attributes and not kinds.isdisjoint(_LOCKS):
                     continue  # the queue of a logging client, for one
                 saved.append((value, part, contents))
-                kinds = {kind for kind in kinds if parts(kind)}
-                if kinds:  # so that a long list of numbers is not walked through
-                    queue.extend(x for x in contents if type(x) in kinds)
+                if any(map(parts, kinds)):  # so that a long list of numbers is not walked through
+                    queue.extend(x for x in contents if parts(type(x)))
     return saved
 
 
@@ -133,9 +129,8 @@ def _parts(kind: type) -> list[Any]:
     parts: list[Any] = [container for container in _CONTAINERS if issubclass(kind, container)][:1]
     for base in kind.__mro__:
         for name, entry in vars(base).items():
-            if type(entry) is MemberDescriptorType or (
-                name == "__dict__" and type(entry) is GetSetDescriptorType
-            ):
+            is_slot = type(entry) is MemberDescriptorType
+            if is_slot or (name == "__dict__" and type(entry) is GetSetDescriptorType):
                 parts.append(entry)
     return parts
 

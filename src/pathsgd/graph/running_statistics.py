@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from pathsgd.graph.nodes import Multiply, Node, Source, Weight, number
+from pathsgd.graph.nodes import Multiply, Source, Weight, number
 from pathsgd.graph.regions import describe_uses, find_regions
 from pathsgd.graph.structure import ParameterStatus, Structure
 
@@ -21,13 +21,14 @@ def end_at_statistics(graph: Graph) -> Graph:
     nodes, ends, stopped = list(graph.nodes), dict(graph.ends), set()
     for k, node in enumerate(graph.nodes):
         match node.operation:
-            case Multiply(weight) if _has_statistics(weight):
+            case Multiply(weight) if has_statistics(weight):
                 # One edge from the constant unit: what is normalised counts as 1.
                 nodes[k] = replace(node, operation=Source(_without_statistics(weight)), inputs=())
                 ends.setdefault(node.inputs[0], REASON)
                 stopped.add(node.inputs[0])
-            case Source(weight) if _has_statistics(weight):
-                nodes[k] = _without_value(node, weight)
+            case Source(weight) if has_statistics(weight):
+                # The shift by the running mean, which is nothing here; its parameter stays tied to the unit.
+                nodes[k] = replace(node, operation=Source(replace(weight, factors=number(0).factors)))
     if nodes == list(graph.nodes):
         return graph
     regions = find_regions(nodes)
@@ -40,7 +41,7 @@ def end_at_statistics(graph: Graph) -> Graph:
     )  # fmt: skip
 
 
-def _has_statistics(weight: Weight) -> bool:
+def has_statistics(weight: Weight) -> bool:
     return any(factor.inverse_sigma is not None for factor in weight.factors)
 
 
@@ -49,8 +50,3 @@ def _without_statistics(weight: Weight) -> Weight:
     if weight.parameter is None and not factors:
         factors = number(1).factors
     return replace(weight, factors=factors)
-
-
-def _without_value(node: Node, weight: Weight) -> Node:
-    """The shift by the running mean, which is nothing here; its parameter stays tied to the unit."""
-    return replace(node, operation=Source(replace(weight, factors=number(0).factors)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,8 +46,6 @@ class ParameterInfo:
         regions: the regions it lies in.
         alone: how many of its entries have no other weight on their paths: all if its status is "alone",
             a part if it is path-normalised and holds several matrices, as that of queries, keys and values.
-        with_scales_only: how many of its entries share their paths with weights of single channels only, such
-            as those of a norm.
         aliases: other names under which the model holds the same Parameter.
 
     Example:
@@ -69,17 +66,11 @@ class ParameterInfo:
     regions: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
     alone: int = 0
-    with_scales_only: int = 0
 
     @property
     def normalised(self) -> bool:
         """Whether optimizers take its gamma; elsewhere they take 1."""
         return self.status is ParameterStatus.NORMALISED
-
-    @property
-    def with_matrices(self) -> int:
-        """Number of its entries that share a path with the matrix or the kernel of another layer."""
-        return math.prod(self.shape) - self.alone - self.with_scales_only if self.normalised else 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from pathsgd.graph.parts import guess_roles, trace_in_parts
 from pathsgd.graph.path_graph import PathGraph, remember_model, unwrap
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.sharding import is_sharded, whole_parameters
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -91,23 +88,17 @@ def _trace_whole_or_parts(
 ) -> PathGraph:
     try:
         program, notes = export_at_batch_one(model, args, kwargs, batch_dim)
-        return _lower(model, program, notes)
+        return lower(model, program, notes)
     except TraceError as error:
         reason = error
+    except Exception as error:
+        if not is_about_values(error):
+            raise
+        reason = explain_values(type(model).__name__, str(error).splitlines()[0])
     graph = trace_in_parts(model, args, kwargs, str(reason))
     if graph is None:
         raise reason
     return graph
-
-
-def _lower(model: nn.Module, program: ExportedProgram, notes: list[str]) -> PathGraph:
-    try:
-        return lower(model, program, notes)
-    except Exception as error:
-        if not is_about_values(error):
-            raise
-        explained = explain_values(type(model).__name__, str(error).splitlines()[0])
-    raise explained
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -140,8 +131,7 @@ def _check_parameters(model: nn.Module) -> None:
 def _check_memory(model: nn.Module) -> None:
     """Two names for one piece of memory would be rescaled twice."""
     spans = []
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_sharded(tensor) or not tensor.numel() or tensor.layout != torch.strided:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

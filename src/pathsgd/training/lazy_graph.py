@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from pathsgd._torch import finish_uncompiled, keep_uncompiled, tree_map
 from pathsgd.errors import DataDependentError, PathError
 from pathsgd.graph.path_graph import PathGraph, traced_model, unwrap
-from pathsgd.graph.report import explain_small_share
+from pathsgd.graph.protection import explain_few_paths
 from pathsgd.graph.trace import Example, Inputs, describe_untraced, trace
 
 
@@ -63,7 +63,7 @@ class LazyGraph:
         try:
             self.graph = trace(self.model, example_input, batch_dim=self.batch_dim)
             if self.needs_paths:
-                message = explain_small_share(self.graph.in_training)
+                message = explain_few_paths(self.graph.in_training)
         except DataDependentError as error:
             if self.needs_paths:
                 raise
