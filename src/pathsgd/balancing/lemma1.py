@@ -32,8 +32,9 @@ def solve_balance(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: flo
     if not system.groups:
         return 0.0, unchanged
     largest = system.largest_sum()
-    start = math.log(largest) / order if largest > 0 else 0.0
-    log_bound = _find_root(lambda x: system.excess(-order * x), start, 600 / order)
+    # The network as it is satisfies the inequalities of its own mu; beside it rounding decides.
+    feasible = 1 + (math.log(largest) / order if largest > 0 else 0.0)
+    log_bound = _find_root(lambda x: system.excess(-order * x), feasible, 600 / order)
     if log_bound is None:
         return largest ** (1 / order), unchanged
     powers = system.solve(-order * log_bound)
@@ -41,14 +42,15 @@ def solve_balance(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: flo
     return math.exp(log_bound), torch.where(powers > 0, -powers.log() / order, 0.0)
 
 
-def _find_root(excess: Callable[[float], float], start: float, reach: float) -> float | None:
-    """The root of a decreasing function that is +inf where M is infeasible, from its feasible side:
-    bisection, with secant steps where both ends are finite. None if the function is negative all the way
-    down: no live path reaches a unit that cannot be rescaled."""
-    low, high = _bracket(excess, start, reach)
-    if low is None:
-        return None
-    f_low, f_high = excess(low), excess(high)
+def _find_root(excess: Callable[[float], float], high: float, reach: float) -> float | None:
+    """The root of a decreasing function that is +inf where M is infeasible, from its feasible side, on which
+    ``high`` lies: bisection, with secant steps where both ends are finite. None if the function is negative
+    all the way down: no live path reaches a unit that cannot be rescaled."""
+    f_high, step = excess(high), 2.0
+    while (f_low := excess(low := high - step)) <= 0:
+        if step > reach:
+            return None
+        high, f_high, step = low, f_low, 2 * step
     for turn in range(200):
         middle = (low + high) / 2
         if turn % 3 and math.isfinite(f_low) and math.isfinite(f_high):
@@ -65,22 +67,6 @@ def _find_root(excess: Callable[[float], float], start: float, reach: float) -> 
         else:
             high, f_high = middle, value
     return high
-
-
-def _bracket(excess: Callable[[float], float], start: float, reach: float) -> tuple[float | None, float]:
-    """An infeasible and a feasible point around ``start``."""
-    step = 1.0
-    if excess(start) > 0:
-        low = start
-        while excess(low + step) > 0:
-            low, step = low + step, 2 * step
-        return low, low + step
-    high = start
-    while excess(high - step) <= 0:
-        if step > reach:
-            return None, high
-        high, step = high - step, 2 * step
-    return high - step, high
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import are_plain
 from pathsgd.errors import check_p
-from pathsgd.geometry.operations.contraction import add_outer_products
+from pathsgd.geometry.operations.contraction import adjoin_linear_weight
 from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, find_middle, scale_by_power
 from pathsgd.geometry.sharded import gather_vectors, take_held_ends
@@ -179,7 +178,7 @@ class Gamma:
         return place_like(product, tensor)
 
 
-class Gammas(Mapping[str, Gamma]):
+class Gammas(dict[str, Gamma]):
     """gamma of every parameter by name, 1 for those that are on no path.
 
     Of a parameter that is alone on its paths it is a constant, the number of places it is used at (times
@@ -196,17 +195,8 @@ class Gammas(Mapping[str, Gamma]):
     """
 
     def __init__(self, gammas: dict[str, Gamma], centered: bool) -> None:
-        self._gammas = gammas
+        super().__init__(gammas)
         self.centered = centered
-
-    def __getitem__(self, name: str) -> Gamma:
-        return self._gammas[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._gammas)
-
-    def __len__(self) -> int:
-        return len(self._gammas)
 
 
 def gammas(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> Gammas:
@@ -289,7 +279,8 @@ def measure(network: PoweredNetwork) -> dict[str, Gamma]:
         else:
             vectors.setdefault(info.name, []).append(take_held_ends(tensors[info.name], *ends, 0))
     for name in [name for name in vectors if uses[name] > 1]:
-        wholes.setdefault(name, []).append(add_outer_products(arithmetic, vectors.pop(name)))
+        products = [adjoin_linear_weight(arithmetic, into, out) for out, into in vectors.pop(name)]
+        wholes.setdefault(name, []).append(arithmetic.add(products))
     named = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
     named |= {name: Gamma(arithmetic, shapes[name], whole=arithmetic.add(ws)) for name, ws in wholes.items()}
     for name, info in graph.parameters.items():
