@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Structures of inputs: torch.utils.pytree, the public name, is still experimental.
 tree_map: Callable[..., Any] = _pytree.tree_map
@@ -90,21 +87,10 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """The part of a DTensor that a rank holds. ``to_local()`` makes a view of it each time, for autograd."""
-    local = tensor._local_tensor
-    return local if type(local) is Tensor else tensor.to_local()
-
-
-def is_forward_mode() -> bool:
-    """Whether this is inside of ``torch.autograd.forward_ad.dual_level()``, where any tensor may have a
-    tangent, of which ``requires_grad`` says nothing."""
-    return forward_ad._current_level >= 0
-
-
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are."""
-    if is_compiling() or is_transforming() or is_forward_mode():
+    """Whether nothing differentiates, traces or transforms any of them. Inside of
+    ``torch.autograd.forward_ad.dual_level()`` any may have a tangent, whatever ``requires_grad`` says."""
+    if is_compiling() or is_transforming() or forward_ad._current_level >= 0:
         return False
     return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors)
 

@@ -17,18 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd.muon.blocks import Block
-from pathsgd.sharding import Shard
-
-Shards = tuple[Shard, ...]
-
-
-def cut_blocks(found: dict[str, list[Block]], shards: Mapping[str, Shards]) -> dict[str, list[Block]]:
-    """The blocks with the parts of them that this rank holds."""
-    return {
-        name: [replace(block, shards=shards[name]) for block in blocks] if shards.get(name) else blocks
-        for name, blocks in found.items()
-    }
-
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
 """From tensors to as many of the same shapes."""
