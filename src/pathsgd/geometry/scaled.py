@@ -124,19 +124,10 @@ class Arithmetic:
 
     def reduce(self, x: Scaled, dims: Sequence[int]) -> Scaled:
         """The sum (or the maximum) over ``dims``, kept with size one."""
-        mantissa = x.mantissa
         if not dims:  # torch takes no axes for all axes
             return x
-        if math.isinf(self.p):
-            return Scaled(mantissa.amax(tuple(dims), keepdim=True), x.exponent)
-        # The copies along an expanded axis are counted, not added up.
-        repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
-        times = math.prod(mantissa.shape[d] for d in repeated)
-        for d in repeated:
-            mantissa = mantissa.narrow(d, 0, 1)
-        rest = tuple(d for d in dims if mantissa.shape[d] != 1)
-        mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
-        return Scaled(mantissa * times if times > 1 else mantissa, x.exponent)
+        reduce = torch.amax if math.isinf(self.p) else torch.sum
+        return Scaled(reduce(x.mantissa, tuple(dims), keepdim=True), x.exponent)
 
     def add(self, values: Sequence[Scaled]) -> Scaled:
         """The sum (or the maximum) of several values of one shape."""
