@@ -146,9 +146,6 @@ class _Recorder:
         if owner is not None:
             owner.record(args, kwargs)
 
-    def __deepcopy__(self, memo: Any) -> _Recorder:
-        return type(self)()
-
     def __reduce__(self) -> Any:
         return type(self), ()
 
