@@ -82,12 +82,13 @@ def make_diagonal(x: Tensor) -> Tensor:
 
 def _normalize(matrices: Tensor) -> Tensor:
     """Each of norm 1, or 0, to the same bits however it is scaled by a power of two."""
+    dtype = torch.promote_types(matrices.dtype, torch.float32)
     in_double = matrices.is_cuda or matrices[0].numel() <= MAX_IN_DOUBLE  # as Newton-Schulz magnifies errors
     largest = matrices.abs().amax((-2, -1), keepdim=True)
-    x = matrices.double() if in_double else matrices
+    x = matrices.to(torch.float64 if in_double else dtype)
     x = x / torch.where(largest > 0, largest, 1)  # whose squares are in range
     norm = _find_norms(x)
-    return (x / torch.where(norm > 0, norm, 1)).to(matrices.dtype)
+    return (x / torch.where(norm > 0, norm, 1)).to(dtype)
 
 
 def _find_norms(matrices: Tensor) -> Tensor:
