@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Structures of inputs: torch.utils.pytree, the public name, is still experimental.
 tree_map: Callable[..., Any] = _pytree.tree_map
@@ -85,6 +88,12 @@ def is_capturing() -> bool:
 def is_transforming() -> bool:
     """Whether this is inside of a transform of torch.func, so that any tensor may be transformed."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """The part of a DTensor that a rank holds. ``to_local()`` makes a view of it each time, for autograd."""
+    local = tensor._local_tensor
+    return local if type(local) is Tensor else tensor.to_local()
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd._torch import all_gather, forward_hooks, module_dicts, without_values
+from pathsgd._torch import all_gather, forward_hooks, local_tensor, module_dicts, without_values
 from pathsgd.errors import PathError
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def _unsupported(tensor: DTensor) -> PathError:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, sharing its memory."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    return tensor.to_local() if torch.is_grad_enabled() else local_tensor(tensor)
 
 
 def place_like(local: Tensor, like: Tensor) -> Tensor:
