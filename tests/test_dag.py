@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.dag import Dag
+from pathsgd.dag import Dag
 
 EXPONENTS = (1.0, 1.5, 2.0, 3.0, math.inf)
 exponents = st.sampled_from(EXPONENTS)

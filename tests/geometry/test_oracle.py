@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pathsgd
+from pathsgd.dag import Dag
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.cases import CASES, Tied, build, traced
-from support.dag import Dag
 from support.networks import dense_gammas
 from support.unroll import Unroller, parameters
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from support.dag import Dag
+from pathsgd.dag import Dag
 
 Array = np.ndarray[Any, Any]
 Index = tuple[int, ...]
