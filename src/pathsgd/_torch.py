@@ -96,15 +96,10 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return local if type(local) is Tensor else tensor.to_local()
 
 
-def is_forward_mode() -> bool:
-    """Whether this is inside of ``torch.autograd.forward_ad.dual_level()``, where any tensor may have a
-    tangent, of which ``requires_grad`` says nothing."""
-    return forward_ad._current_level >= 0
-
-
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are."""
-    if is_compiling() or is_transforming() or is_forward_mode():
+    """Whether nothing differentiates, traces or transforms any of them. Inside of
+    ``torch.autograd.forward_ad.dual_level()`` any may have a tangent, whatever ``requires_grad`` says."""
+    if is_compiling() or is_transforming() or forward_ad._current_level >= 0:
         return False
     return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors)
 

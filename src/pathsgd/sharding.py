@@ -61,15 +61,24 @@ class Shard:
         """This rank's part of units that lie along ``dim``."""
         return x.narrow(dim, self.start, self.length)
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks along ``dim``. A collective call."""
-        rows = x.movedim(dim, 0)
-        padded = rows.new_zeros(self.largest, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        ranks = dist.get_world_size(self.group)
-        gathered = padded.new_empty(ranks * self.largest, *rows.shape[1:])
-        all_gather(gathered, padded, self.group)
-        return gathered[: self.size].movedim(0, dim)
+
+def gather_parts(parts: Sequence[tuple[Shard, Tensor, int]]) -> list[Tensor]:
+    """The whole of tensors of which every rank holds a part along an axis, by one collective call; all are
+    sharded over the same ranks."""
+    padded = []
+    for shard, part, dim in parts:
+        rows = part.movedim(dim, 0)
+        padded.append(rows.new_zeros(shard.largest, *rows.shape[1:]))
+        padded[-1][: len(rows)] = rows
+    flat = torch.cat([rows.flatten() for rows in padded])
+    ranks = parts[0][0].ranks
+    gathered = flat.new_empty(ranks * len(flat))
+    all_gather(gathered, flat, parts[0][0].group)
+    columns = gathered.view(ranks, -1).split([rows.numel() for rows in padded], 1)
+    return [
+        column.reshape(-1, *rows.shape[1:])[: shard.size].movedim(0, dim)
+        for (shard, _, dim), rows, column in zip(parts, padded, columns, strict=True)
+    ]
 
 
 def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
@@ -186,8 +195,9 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                             whole[id(tensor)] = without_values(tensor)
                         tensors[name] = whole[id(tensor)]
             for hooks in forward_hooks(module):
-                for key in [key for key, hook in hooks.items() if _is_of_torch_distributed(hook)]:
-                    del hooks[key]
+                for key, hook in list(hooks.items()):
+                    if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+                        del hooks[key]
         yield
     finally:
         for registry, items in saved:
@@ -197,7 +207,3 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
 
 def _registries(module: nn.Module) -> list[dict[Any, Any]]:
     return [*module_dicts(module)[1:], *forward_hooks(module)]
-
-
-def _is_of_torch_distributed(hook: object) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")

@@ -77,8 +77,7 @@ def test_depth_with_biases():
 def assert_alive(found):
     """Every unit's path weight is a positive, finite mantissa: no weight is frozen by underflow."""
     for gamma in found.values():
-        parts = [gamma.gamma_in, gamma.gamma_out] if gamma.whole is None else [gamma.whole]
-        for part in parts:
+        for part in gamma.factors:
             assert bool((part.mantissa > 0).all())
             assert bool(torch.isfinite(part.mantissa).all())
 

@@ -28,12 +28,13 @@ def solve_balance(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: flo
     """The least ``mu_{p,inf}`` of all equivalents, and log s of every class in one that reaches it."""
     order = 1.0 if math.isinf(p) else p
     unchanged = torch.zeros(units.count, dtype=torch.float64)
-    system = _System.of(graph, tensors, units, p)
+    system = _System(graph, tensors, units, p)
     if not system.groups:
         return 0.0, unchanged
     largest = system.largest_sum()
-    start = math.log(largest) / order if largest > 0 else 0.0
-    log_bound = _find_root(lambda x: system.excess(-order * x), start, 600 / order)
+    # The network as it is satisfies the inequalities of its own mu; beside it rounding decides.
+    feasible = 1 + (math.log(largest) / order if largest > 0 else 0.0)
+    log_bound = _find_root(lambda x: system.excess(-order * x), feasible, 600 / order)
     if log_bound is None:
         return largest ** (1 / order), unchanged
     powers = system.solve(-order * log_bound)
@@ -41,14 +42,15 @@ def solve_balance(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: flo
     return math.exp(log_bound), torch.where(powers > 0, -powers.log() / order, 0.0)
 
 
-def _find_root(excess: Callable[[float], float], start: float, reach: float) -> float | None:
-    """The root of a decreasing function that is +inf where M is infeasible, from its feasible side:
-    bisection, with secant steps where both ends are finite. None if the function is negative all the way
-    down: no live path reaches a unit that cannot be rescaled."""
-    low, high = _bracket(excess, start, reach)
-    if low is None:
-        return None
-    f_low, f_high = excess(low), excess(high)
+def _find_root(excess: Callable[[float], float], high: float, reach: float) -> float | None:
+    """The root of a decreasing function that is +inf where M is infeasible, from its feasible side, on which
+    ``high`` lies: bisection, with secant steps where both ends are finite. None if the function is negative
+    all the way down: no live path reaches a unit that cannot be rescaled."""
+    f_high, step = excess(high), 2.0
+    while (f_low := excess(low := high - step)) <= 0:
+        if step > reach:
+            return None
+        high, f_high, step = low, f_low, 2 * step
     for turn in range(200):
         middle = (low + high) / 2
         if turn % 3 and math.isfinite(f_low) and math.isfinite(f_high):
@@ -65,22 +67,6 @@ def _find_root(excess: Callable[[float], float], start: float, reach: float) -> 
         else:
             high, f_high = middle, value
     return high
-
-
-def _bracket(excess: Callable[[float], float], start: float, reach: float) -> tuple[float | None, float]:
-    """An infeasible and a feasible point around ``start``."""
-    step = 1.0
-    if excess(start) > 0:
-        low = start
-        while excess(low + step) > 0:
-            low, step = low + step, 2 * step
-        return low, low + step
-    high = start
-    while excess(high - step) <= 0:
-        if step > reach:
-            return None, high
-        high, step = high - step, 2 * step
-    return high - step, high
 
 
 @dataclass
@@ -112,33 +98,22 @@ class _GroupPowers:
         return matrix[:, :size]
 
 
-@dataclass
 class _System:
     """The inequalities of a network, in an order in which they can be solved."""
 
-    groups: list[_GroupPowers]
-    components: list[tuple[list[_GroupPowers], Tensor, bool]]
-    """(groups, their classes, whether they depend on themselves), earlier ones first."""
-    fixed: list[_GroupPowers]
-    """The groups with units that cannot be rescaled."""
-    count: int
-    held: Tensor
-    infinite: bool
-
-    @staticmethod
-    def of(graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> _System:
-        infinite = math.isinf(p)
-        held = units.relations.related
-        held[FIXED] = True
-        groups = []
+    def __init__(self, graph: PathGraph, tensors: Tensors, units: UnitClasses, p: float) -> None:
+        self.infinite, self.count = math.isinf(p), units.count
+        self.held = units.relations.related
+        self.held[FIXED] = True
+        self.groups = []
         for group in find_unit_groups(graph):
-            heads = group.heads(units)
             rows = [part.rows(tensors, torch.float64).abs().cpu() for part in group.parts]
-            weights = rows if infinite else [row.pow(p) for row in rows]
+            weights = rows if self.infinite else [row.pow(p) for row in rows]
             tails = [part.tails(units) for part in group.parts]
-            groups.append(_GroupPowers(heads, list(zip(weights, tails, strict=True))))
-        fixed = [group for group in groups if bool(held[group.heads].any())]
-        return _System(groups, _order_components(groups, held), fixed, units.count, held, infinite)
+            self.groups.append(_GroupPowers(group.heads(units), list(zip(weights, tails, strict=True))))
+        self.fixed = [group for group in self.groups if bool(self.held[group.heads].any())]
+        """The groups with units that cannot be rescaled."""
+        self.components = _order_components(self.groups, self.held)
 
     def largest_sum(self) -> float:
         """``mu^p`` of the network as it is."""
@@ -237,7 +212,8 @@ def _pick_largest_rows(values: Tensor, heads: Tensor, size: int, policy: Tensor 
 def _order_components(
     groups: list[_GroupPowers], held: Tensor
 ) -> list[tuple[list[_GroupPowers], Tensor, bool]]:
-    """Groups that have to be solved together, after those they depend on."""
+    """(groups that have to be solved together, their classes, whether they depend on themselves), after those
+    they depend on."""
     free = [torch.unique(f.heads[~held[f.heads]]) for f in groups]
     owner = torch.full((len(held),), -1)
     together = UnionFind(len(groups))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pathsgd._torch import are_plain
 from pathsgd.errors import check_p
-from pathsgd.geometry.operations.contraction import add_outer_products
+from pathsgd.geometry.operations.contraction import adjoin_linear_weight
 from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
 from pathsgd.geometry.scaled import DEAD, Arithmetic, Scaled, find_middle, scale_by_power
 from pathsgd.geometry.sharded import gather_vectors, take_held_ends
@@ -22,7 +21,7 @@ from pathsgd.graph.nodes import Weighted
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.trace import Example, trace
-from pathsgd.sharding import is_sharded, local_part, place_like, shards_of
+from pathsgd.sharding import local_part, place_like, shards_of
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,9 @@ class Gamma:
     Attributes:
         arithmetic: the order p.
         shape: that of the parameter, or of the part of it.
-        gamma_out: the sum over paths onward, one number per row, where the parameter is the matrix of one
-            linear layer: then no matrix is stored.
-        gamma_in: likewise over the paths that arrive, one number per column.
-        whole: elsewhere, the product of both for every entry. All three are before the power 2/p.
+        factors: sums over paths whose product, broadcast, is that of every entry, before the power 2/p. Where
+            the parameter is the matrix of one linear layer, gamma_out of its rows and gamma_in of its
+            columns: then no matrix is stored. Elsewhere one.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
@@ -52,20 +50,7 @@ class Gamma:
 
     arithmetic: Arithmetic
     shape: tuple[int, ...]
-    gamma_out: Scaled | None = None
-    gamma_in: Scaled | None = None
-    whole: Scaled | None = None
-
-    @property
-    def factors(self) -> list[Scaled]:
-        """One or two sums over paths whose product, broadcast, is that of every entry, before the power
-        2/p."""
-        if self.whole is not None:
-            return [self.whole]
-        assert self.gamma_out is not None
-        assert self.gamma_in is not None
-        out, into = self.gamma_out, self.gamma_in
-        return [Scaled(out.mantissa[:, None], out.exponent), Scaled(into.mantissa[None], into.exponent)]
+    factors: tuple[Scaled, ...]
 
     def find_roots(self) -> tuple[list[Tensor], Tensor]:
         """sqrt(gamma) in parts.
@@ -87,18 +72,11 @@ class Gamma:
         Returns:
             The new gamma.
         """
-        shards = shards_of(tensor)
-        if not shards:
-            return self
-        shape = tuple(local_part(tensor).shape)
-        if self.whole is not None:
-            mantissa = self.whole.mantissa
-            for shard in shards:
-                mantissa = shard.of(mantissa, shard.dim)
-            return Gamma(self.arithmetic, shape, whole=Scaled(mantissa.clone(), self.whole.exponent))
-        assert self.gamma_out is not None
-        assert self.gamma_in is not None
-        return Gamma(self.arithmetic, shape, *take_held_ends(tensor, self.gamma_out, self.gamma_in, 0))
+        parts = [factor.mantissa for factor in self.factors]
+        for shard in shards_of(tensor):
+            parts = [shard.of(m, shard.dim) if m.shape[shard.dim] == shard.size else m for m in parts]
+        factors = (Scaled(m.clone(), f.exponent) for m, f in zip(parts, self.factors, strict=True))
+        return Gamma(self.arithmetic, tuple(local_part(tensor).shape), tuple(factors))
 
     def dense(self) -> Tensor:
         """gamma of every entry.
@@ -179,7 +157,7 @@ class Gamma:
         return place_like(product, tensor)
 
 
-class Gammas(Mapping[str, Gamma]):
+class Gammas(dict[str, Gamma]):
     """gamma of every parameter by name, 1 for those that are on no path.
 
     Of a parameter that is alone on its paths it is a constant, the number of places it is used at (times
@@ -196,17 +174,8 @@ class Gammas(Mapping[str, Gamma]):
     """
 
     def __init__(self, gammas: dict[str, Gamma], centered: bool) -> None:
-        self._gammas = gammas
+        super().__init__(gammas)
         self.centered = centered
-
-    def __getitem__(self, name: str) -> Gamma:
-        return self._gammas[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._gammas)
-
-    def __len__(self) -> int:
-        return len(self._gammas)
 
 
 def gammas(model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2) -> Gammas:
@@ -263,8 +232,10 @@ def measure_gammas(
         network = PoweredNetwork(graph.folded.graph, kept, Arithmetic(float(p)), looks)
         measured = measure(network)
         check_range(network, network.find_multiplied(), backward=True)
-    whole = {name for name in measured if is_sharded(tensors[name]) and not is_sharded(kept[name])}
-    parts = {name: gamma.part(tensors[name]) if name in whole else gamma for name, gamma in measured.items()}
+    parts = {
+        name: gamma if kept[name] is tensors[name] else gamma.part(tensors[name])
+        for name, gamma in measured.items()
+    }
     return Gammas(parts, network.arithmetic.centered)
 
 
@@ -289,14 +260,17 @@ def measure(network: PoweredNetwork) -> dict[str, Gamma]:
         else:
             vectors.setdefault(info.name, []).append(take_held_ends(tensors[info.name], *ends, 0))
     for name in [name for name in vectors if uses[name] > 1]:
-        wholes.setdefault(name, []).append(add_outer_products(arithmetic, vectors.pop(name)))
-    named = {name: Gamma(arithmetic, shapes[name], *ends) for name, (ends,) in vectors.items()}
-    named |= {name: Gamma(arithmetic, shapes[name], whole=arithmetic.add(ws)) for name, ws in wholes.items()}
+        products = [adjoin_linear_weight(arithmetic, into, out) for out, into in vectors.pop(name)]
+        wholes.setdefault(name, []).append(arithmetic.add(products))
+    factors: dict[str, tuple[Scaled, ...]] = {name: (arithmetic.add(ws),) for name, ws in wholes.items()}
+    for name, ((out, into),) in vectors.items():
+        rows, columns = out.mantissa[:, None], into.mantissa[None]
+        factors[name] = Scaled(rows, out.exponent), Scaled(columns, into.exponent)
     for name, info in graph.parameters.items():
-        if name not in named:
+        if name not in factors:
             # 1 of what is on no path, 0 where no path leads on to an output.
             whole = arithmetic.ones(shapes[name], network.device)
             if info.status in (ParameterStatus.NORMALISED, ParameterStatus.ALONE):
                 whole = Scaled(torch.zeros_like(whole.mantissa), torch.full_like(whole.exponent, DEAD))
-            named[name] = Gamma(arithmetic, shapes[name], whole=whole)
-    return {name: named[name] for name in graph.parameters}
+            factors[name] = (whole,)
+    return {name: Gamma(arithmetic, shapes[name], factors[name]) for name in graph.parameters}

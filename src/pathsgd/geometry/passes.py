@@ -147,12 +147,6 @@ def is_in_range(network: PoweredNetwork) -> bool:
     return all(x >= 1 / bound for x in least) and all(x <= bound for x in largest)  # nan is not
 
 
-def find_reachable(network: PoweredNetwork) -> PoweredNetwork:
-    """The network with 1 for every weight that is not zero: its path weights count paths."""
-    ones = {n: (t != 0).double() if t.is_floating_point() else t for n, t in network.tensors.items()}
-    return PoweredNetwork(network.graph, ones, Arithmetic(1.0), looks=True)
-
-
 def check_range(network: PoweredNetwork, wanted: Iterable[int], backward: bool) -> None:
     """Refuses path weights that were lost: those of one layer differ by more than fp64 can hold.
 
@@ -169,7 +163,9 @@ def check_range(network: PoweredNetwork, wanted: Iterable[int], backward: bool) 
     least, largest, zeros = torch.stack(network.seen).T.tolist()
     is_lost = any(x < 1 / TRUSTED for x in least) or any(x > TRUSTED for x in largest)
     if not is_lost and any(zeros):
-        counted = find_reachable(network)
+        # With 1 for every weight that is not zero, path weights count paths.
+        ones = {n: (t != 0).double() if t.is_floating_point() else t for n, t in network.tensors.items()}
+        counted = PoweredNetwork(network.graph, ones, Arithmetic(1.0), looks=True)
         values = counted.forward(wanted)
         if backward:
             for _ in counted.backward(values):

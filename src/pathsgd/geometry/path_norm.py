@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from pathsgd.errors import PathError, check_p
 from pathsgd.geometry.passes import PoweredNetwork, check_range, is_in_range
 from pathsgd.geometry.scaled import Arithmetic, Scaled, scale_by_power
-from pathsgd.graph.edge_weights import Tensors
-from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.path_graph import PathGraph, compute_dtype
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.trace import Example, trace
 from pathsgd.training.capture import replay_calls
@@ -92,14 +91,9 @@ def path_norm(
     if not is_in_range(network):
         norms, network = measure(centered=True)
         check_range(network, places, backward=False)
-    dtype = find_dtype(tensors)
+    dtype = compute_dtype(tensors)
     norms = norms if log else [value.to(dtype) for value in norms]
     return norms if per_output else norms[0]
-
-
-def find_dtype(tensors: Tensors) -> torch.dtype:
-    """fp32, in which norms of usual networks are returned, or fp64 as soon as one tensor is."""
-    return torch.float64 if torch.float64 in {t.dtype for t in tensors.values()} else torch.float32
 
 
 def _sum(arithmetic: Arithmetic, values: list[Scaled], device: torch.device) -> Scaled:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import jacobian
 
-from pathsgd.dag import Dag
 from pathsgd.errors import PathError
 from pathsgd.geometry.operations.apply import apply
 from pathsgd.geometry.passes import PoweredNetwork
-from pathsgd.geometry.scaled import Arithmetic, Scaled
-from pathsgd.graph.nodes import Add, Begin, Cat, Node, Operation, Shape, Source, Square, View
+from pathsgd.geometry.scaled import Arithmetic, Scaled, make_zero
+from pathsgd.graph.nodes import Add, Begin, Cat, Node, Source, Square, View
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.views import view_tensor
@@ -52,16 +53,14 @@ def path_vector(
     """
     graph = trace(model, example_input)
     unrolled = _Unrolled(PoweredNetwork(graph, graph.tensors(model), SIGNED))
-    dag = unrolled.dag(max_paths)
-    if dag.path_count > max_paths:
+    outputs = unrolled.find_outputs()
+    count = sum(unrolled.counts[unit] for unit in outputs)
+    if count > max_paths:
         raise PathError(
-            f"{graph.model} has {dag.path_count} paths, over max_paths={max_paths}; raise it, or measure "
+            f"{graph.model} has {count} paths, over max_paths={max_paths}; raise it, or measure "
             "them without listing them, as path_norm does"
         )
-    return {
-        tuple(str(v) for v in (path[0][0], *(head for _, head in path[:-1]))): product
-        for path, product in dag.path_vector().items()
-    }
+    return unrolled.list_paths(outputs)
 
 
 SIGNED = Arithmetic(1.0, centered=False, as_given=True)
@@ -70,33 +69,40 @@ SIGNED = Arithmetic(1.0, centered=False, as_given=True)
 
 @dataclass
 class _Unrolled:
-    """Every unit of a network by name, and the weight of every edge."""
+    """The units of a network in order of evaluation. The first is the constant unit."""
 
     network: PoweredNetwork
-    names: list[str] = field(default_factory=list)
-    weights: dict[tuple[str, str], float] = field(default_factory=dict)
-    inputs: list[str] = field(default_factory=list)
-    constants: list[str] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=lambda: ["one"])
+    into: list[list[tuple[int, float]]] = field(default_factory=lambda: [[]])
+    """By unit, those that lead into it, with the weights of the edges."""
+    counts: list[int] = field(default_factory=lambda: [1])
+    """By unit, the paths that arrive at it; 1 where they begin."""
+    labels: Counter[str] = field(default_factory=Counter)
 
     @torch.no_grad()
-    def dag(self, max_paths: int) -> Dag[str]:
+    def find_outputs(self) -> list[int]:
+        """Unrolls the network, and returns the units in which paths end."""
         graph = self.network.graph
         values: list[Tensor] = []
         for k, node in enumerate(graph.nodes):
             values.append(self.visit(k, node, [values[source] for source in node.inputs]))
-        outputs = []
-        for k in graph.ends:
-            for unit in values[k].flatten().tolist():
-                outputs.append(f"out of {self.names[unit]}")
-                self.weights[self.names[unit], outputs[-1]] = 1.0
-        fed = {head for _, head in self.weights}
-        starts = {*self.inputs, *self.constants}
-        for name in self.names:
-            if name not in fed and name not in starts:
-                self.join("nothing", name, 0.0)
-        constants = [*self.constants, *(["nothing"] if any(u == "nothing" for u, _ in self.weights) else [])]
-        return Dag(self.weights, self.inputs, outputs, constants, fixed=(), linear=(), max_paths=max_paths)
+        return [unit for k in graph.ends for unit in values[k].flatten().tolist()]
+
+    def list_paths(self, outputs: list[int]) -> dict[tuple[str, ...], float]:
+        """The product of weights along every path, from its end to its beginning."""
+        paths: dict[tuple[str, ...], float] = {}
+        begun: list[tuple[tuple[str, ...], float, int]] = [((), 1.0, unit) for unit in reversed(outputs)]
+        while begun:
+            onward, product, unit = begun.pop()
+            path = (self.names[unit], *onward)
+            for tail, weight in self.into[unit]:
+                if self.counts[tail]:
+                    begun.append((path, product * weight, tail))
+            if not self.into[unit] and self.counts[unit]:
+                while path in paths:  # a value that is added to itself, or returned twice
+                    path = (*path, "again")
+                paths[path] = product
+        return paths
 
     def units(self, node: Node) -> Tensor:
         """A new unit for every entry of a node's value: a layer's output by its module, a bias by its
@@ -109,17 +115,20 @@ class _Unrolled:
             label = operation.weight.parameter.name
         elif isinstance(operation, Add):
             label = f"{node.where}+"
-        count = self.labels[label] = self.labels.get(label, 0) + 1
-        if count > 1:
-            label = f"{label}#{count}"
+        self.labels[label] += 1
+        if self.labels[label] > 1:
+            label = f"{label}#{self.labels[label]}"
         start = len(self.names)
-        size = math.prod(node.shape)
-        index = [torch.unravel_index(torch.tensor(k), node.shape) for k in range(size)]
-        self.names += [f"{label}[{','.join(str(int(i)) for i in places)}]" for places in index]
-        return torch.arange(start, start + size).reshape(node.shape)
+        places = itertools.product(*map(range, node.shape))
+        self.names += [f"{label}[{','.join(map(str, place))}]" for place in places]
+        units = torch.arange(start, len(self.names))
+        self.into += [[] for _ in units]
+        self.counts += [int(isinstance(operation, Begin)) for _ in units]
+        return units.reshape(node.shape)
 
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
-        operation = node.operation
+        """The units of a node's value, joined to those that it is computed from."""
+        operation, device = node.operation, self.network.device
         if isinstance(operation, View):
             return view_tensor(operation, inputs[0])
         if isinstance(operation, Cat):
@@ -127,47 +136,23 @@ class _Unrolled:
         if isinstance(operation, Square):
             raise PathError("the paths of a network of squares are no list: its units join two at a time")
         out = self.units(node)
-        if isinstance(operation, Begin):
-            self.inputs += [self.names[unit] for unit in out.flatten().tolist()]
-            return out
-        weight = self.network.weight(k)
+
+        def evaluate(*values: Tensor) -> Tensor:
+            scaled = [Scaled(x, make_zero(device)) for x in values]
+            return apply(SIGNED, operation, scaled, self.network.weight(k), node.shape, device).mantissa
+
         if isinstance(operation, Source):
-            if "one" not in self.constants:
-                self.constants.append("one")
-            row = self.evaluate(operation, [], weight, node.shape)
-            self.connect(["one"], out, row.reshape(-1, 1))
-            return out
-        for place, units in enumerate(inputs):
-            matrix = self.matrix(operation, place, [tuple(i.shape) for i in inputs], weight, node.shape)
-            self.connect([self.names[u] for u in units.flatten().tolist()], out, matrix)
+            self.connect(torch.tensor([0]), out, evaluate())
+        elif inputs:
+            zeros = tuple(torch.zeros(units.shape, dtype=torch.float64, device=device) for units in inputs)
+            for units, matrix in zip(inputs, jacobian(evaluate, zeros), strict=True):
+                self.connect(units, out, matrix)
         return out
 
-    def evaluate(
-        self, operation: Operation, inputs: list[Tensor], weight: Tensor | None, shape: Shape
-    ) -> Tensor:
-        """The value of a node itself, signs included."""
-        zero = torch.zeros((), dtype=torch.float64)
-        values = [Scaled(x, zero) for x in inputs]
-        return apply(SIGNED, operation, values, weight, shape, self.network.device).mantissa
-
-    def matrix(
-        self, operation: Operation, place: int, shapes: list[Shape], weight: Tensor | None, shape: Shape
-    ) -> Tensor:
-        """The coefficients of one input of a node, column by column."""
-        columns = []
-        for k in range(math.prod(shapes[place])):
-            basis = [torch.zeros(s, dtype=torch.float64) for s in shapes]
-            basis[place].view(-1)[k] = 1
-            columns.append(self.evaluate(operation, basis, weight, shape).flatten())
-        return torch.stack(columns, 1) if columns else torch.zeros(math.prod(shape), 0)
-
-    def connect(self, tails: list[str], heads: Tensor, matrix: Tensor) -> None:
+    def connect(self, tails: Tensor, heads: Tensor, matrix: Tensor) -> None:
+        """Edges where the coefficients of the heads by tails are not zero."""
+        matrix = matrix.reshape(heads.numel(), tails.numel())
         for o, i in matrix.nonzero().tolist():
-            self.join(tails[i], self.names[int(heads.flatten()[o])], float(matrix[o, i]))
-
-    def join(self, tail: str, head: str, weight: float) -> None:
-        if (tail, head) in self.weights:  # a value added to itself: a Dag has no parallel edges
-            between = f"{tail} again, to {head}, {len(self.weights)}"
-            self.weights[tail, between] = 1.0
-            tail = between
-        self.weights[tail, head] = weight
+            head, tail = int(heads.flatten()[o]), int(tails.flatten()[i])
+            self.into[head].append((tail, float(matrix[o, i])))
+            self.counts[head] += self.counts[tail]

@@ -82,16 +82,7 @@ class Arithmetic:
                 # A second derivative of |w|^p at 0 would be inf times 0 for p < 2.
                 return torch.where(w == 0, 0, torch.where(w == 0, 1, w).abs().pow(self.order))
             return w.abs().pow(self.order)
-        n = int(self.order)
-        result = None
-        base = w if n % 2 == 0 else w.abs()
-        while n:
-            if n % 2:
-                result = base if result is None else result * base
-            n //= 2
-            base = base * base if n else base
-        assert result is not None
-        return result
+        return _multiply_up(w if self.order % 2 == 0 else w.abs(), int(self.order))
 
     def power_in_double(self, w: Tensor, memory: Tensor | None = None) -> Tensor:
         """``|w|^p`` of weights of any precision, in fp64; in ``memory``, where nothing differentiates it."""
@@ -133,19 +124,10 @@ class Arithmetic:
 
     def reduce(self, x: Scaled, dims: Sequence[int]) -> Scaled:
         """The sum (or the maximum) over ``dims``, kept with size one."""
-        mantissa = x.mantissa
         if not dims:  # torch takes no axes for all axes
             return x
-        if math.isinf(self.p):
-            return Scaled(mantissa.amax(tuple(dims), keepdim=True), x.exponent)
-        # The copies along an expanded axis are counted, not added up.
-        repeated = [d for d in dims if mantissa.shape[d] > 1 and mantissa.stride(d) == 0]
-        times = math.prod(mantissa.shape[d] for d in repeated)
-        for d in repeated:
-            mantissa = mantissa.narrow(d, 0, 1)
-        rest = tuple(d for d in dims if mantissa.shape[d] != 1)
-        mantissa = mantissa.sum(rest, keepdim=True) if rest else mantissa
-        return Scaled(mantissa * times if times > 1 else mantissa, x.exponent)
+        reduce = torch.amax if math.isinf(self.p) else torch.sum
+        return Scaled(reduce(x.mantissa, tuple(dims), keepdim=True), x.exponent)
 
     def add(self, values: Sequence[Scaled]) -> Scaled:
         """The sum (or the maximum) of several values of one shape."""
@@ -190,6 +172,14 @@ class Arithmetic:
             return w, make_zero(w.device)
         exponent = find_middle(w.detach().abs().double())
         return scale_by_power(w.double(), -exponent), exponent
+
+
+def _multiply_up(x: Tensor, n: int) -> Tensor:
+    """``x^n`` by few multiplications."""
+    if n == 1:
+        return x
+    half = _multiply_up(x, n // 2)
+    return half * half * x if n % 2 else half * half
 
 
 def find_middle(x: Tensor) -> Tensor:

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pathsgd._torch import all_gather
 from pathsgd.geometry.scaled import Arithmetic, Scaled
 from pathsgd.graph.edge_weights import Tensors
 from pathsgd.graph.nodes import Conv, Linear, Permute, Weighted
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.sharding import Shard, is_sharded, local_part, shards_of
+from pathsgd.sharding import Shard, gather_parts, is_sharded, local_part, shards_of
 
 
 def compute_on_shards(
@@ -55,7 +54,8 @@ def compute_on_shards(
             y = run(x, inner)
             y = y if shard.length else Scaled(y.mantissa.narrow(channels, 0, 0), y.exponent)
             mantissa, exponent = _use_one_exponent(arithmetic, y, shard.group)
-            return arithmetic.center(Scaled(shard.gather(mantissa, channels), exponent))
+            (whole,) = gather_parts([(shard, mantissa, channels)])
+            return arithmetic.center(Scaled(whole, exponent))
         assert shard.dim == inputs
         part = shard.of(x.mantissa, channels) if shard.length else x.mantissa.narrow(channels, 0, 1)
         return _add_over_ranks(arithmetic, run(Scaled(part, x.exponent), inner), shard.group)
@@ -101,8 +101,13 @@ def gather_vectors(graph: PathGraph, tensors: Tensors) -> Tensors:
     sharded = {name for name, tensor in tensors.items() if is_sharded(tensor) and name in graph.parameters}
     if not sharded:
         return tensors
-    uses = _uses(graph)
-    gathered = {name for name in sharded if not _stays_sharded(uses.get(name, []), tensors[name])}
+    stays: dict[str, bool] = {}
+    for operation in (node.operation for node in graph.nodes):
+        if isinstance(operation, Weighted) and operation.weight.parameter is not None:
+            name = operation.weight.parameter.name
+            if name in sharded:
+                stays[name] = stays.get(name, True) and _is_whole(operation, shards_of(tensors[name]))
+    gathered = {name for name in sharded if not stays.get(name)}
     parts = {name: local_part(t) if name in gathered else t for name, t in tensors.items()}
     left = {name: list(shards_of(tensor)) for name, tensor in tensors.items() if name in gathered}
     while any(left.values()):  # from the last cut to the first
@@ -112,50 +117,17 @@ def gather_vectors(graph: PathGraph, tensors: Tensors) -> Tensors:
                 shard = shards.pop()
                 buckets.setdefault((shard.group, parts[name].dtype), {})[name] = shard
         for bucket in buckets.values():
-            parts.update(_gather_bucket(parts, bucket))
+            own = [(shard, parts[name].detach(), shard.dim) for name, shard in bucket.items()]
+            parts.update(zip(bucket, gather_parts(own), strict=True))
     return parts
 
 
-def _gather_bucket(parts: Tensors, shards: dict[str, Shard]) -> dict[str, Tensor]:
-    """Tensors that are sharded over the same ranks, by one collective call."""
-    padded = []
-    for name, shard in shards.items():
-        rows = parts[name].detach().movedim(shard.dim, 0)
-        whole = rows.new_zeros(shard.largest, *rows.shape[1:])
-        whole[: shard.length] = rows
-        padded.append(whole)
-    group = next(iter(shards.values())).group
-    flat = torch.cat([rows.flatten() for rows in padded])
-    ranks = dist.get_world_size(group)
-    gathered = flat.new_empty(ranks * len(flat))
-    all_gather(gathered, flat, group)
-    columns = gathered.view(ranks, -1).split([rows.numel() for rows in padded], 1)
-    return {
-        name: part.reshape(-1, *rows.shape[1:])[: shard.size].movedim(0, shard.dim)
-        for (name, shard), rows, part in zip(shards.items(), padded, columns, strict=True)
-    }
-
-
-def _uses(graph: PathGraph) -> dict[str, list[Weighted]]:
-    """The operations that use a parameter, by its name."""
-    uses: dict[str, list[Weighted]] = {}
-    for node in graph.nodes:
-        if isinstance(node.operation, Weighted) and node.operation.weight.parameter is not None:
-            uses.setdefault(node.operation.weight.parameter.name, []).append(node.operation)
-    return uses
-
-
-def _stays_sharded(uses: Sequence[Weighted], tensor: Tensor) -> bool:
-    """Whether every use of a parameter is as the whole matrix of a linear layer, or its transpose, or as the
-    kernel of a convolution without groups."""
-    shards = shards_of(tensor)
-    return bool(uses and shards) and all(_is_whole(operation, shards) for operation in uses)
-
-
 def _is_whole(operation: Weighted, shards: Sequence[Shard]) -> bool:
+    """Whether it uses a sharded parameter as the whole matrix of a linear layer, or its transpose, or as the
+    kernel of a convolution without groups."""
     weight = operation.weight
     assert weight.parameter is not None
-    if weight.factors or weight.parameter.shift:
+    if not shards or weight.factors or weight.parameter.shift:
         return False
     match operation:
         case Linear():

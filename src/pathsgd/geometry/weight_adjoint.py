@@ -9,9 +9,9 @@ from pathsgd.geometry.operations.apply import adjoint
 from pathsgd.geometry.operations.contraction import adjoin_linear_weight
 from pathsgd.geometry.operations.convolution import adjoin_conv_weight
 from pathsgd.geometry.passes import PoweredNetwork, Values
-from pathsgd.geometry.scaled import Arithmetic, Scaled, apply_view
+from pathsgd.geometry.scaled import Scaled, apply_view
 from pathsgd.geometry.sharded import take_held_ends
-from pathsgd.graph.nodes import Conv, Linear, Multiply, Permute, Reshape, Shape, Source, Weight
+from pathsgd.graph.nodes import Conv, Linear, Multiply, Permute, Reshape, Source
 from pathsgd.graph.views import view_shape
 
 
@@ -53,21 +53,13 @@ def adjoin_use(network: PoweredNetwork, gamma_in: Values, gamma_out: Scaled, k: 
             per_edge = arithmetic.sum_to(gamma_out, weight.shape)
         case _:
             raise AssertionError(f"{node.operation} has no weights")
+    # From the edges to the parameter: through factors, broadcasting and views.
     assert weight.parameter is not None
-    shape = network.graph.parameters[weight.parameter.name].shape
-    return _to_parameter(arithmetic, weight, per_edge, network.factor_power(k), shape)
-
-
-def _to_parameter(
-    arithmetic: Arithmetic, weight: Weight, per_edge: Scaled, factor: Scaled | None, shape: Shape
-) -> Scaled:
-    """``dF/d|w|^p`` of the parameter, of that shape, from that of the edges: through factors, broadcasting
-    and views."""
-    assert weight.parameter is not None
+    factor = network.factor_power(k)
     if factor is not None:
         per_edge = arithmetic.multiply(per_edge, factor)
     per_edge = arithmetic.sum_to(per_edge, weight.parameter.shape)
-    shapes = [shape]
+    shapes = [network.graph.parameters[weight.parameter.name].shape]
     for view in weight.parameter.views:
         shapes.append(view_shape(view, shapes[-1]))
     for view, before in zip(reversed(weight.parameter.views), reversed(shapes[:-1]), strict=True):

@@ -228,12 +228,6 @@ class BalancedMuon(Optimizer):
         Raises:
             ValueError: it is the state of another optimizer.
         """
-        for state in state_dict["state"].values():
-            if "growth" in state or "unit_scales" in state:
-                raise ValueError(
-                    "this is the state of PathMuon, whose momentum is of other coordinates; a BalancedMuon "
-                    "starts anew from the weights alone"
-                )
         for name in self.defaults:
             if not all(name in group for group in state_dict["param_groups"]):
                 raise ValueError(f"this is the state of another optimizer: its groups have no {name!r}")

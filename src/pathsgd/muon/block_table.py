@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.muon.blocks import Block, find_blocks
-from pathsgd.muon.sharded import cut_blocks
 from pathsgd.muon.sizes import Sizes
 from pathsgd.sharding import local_part, shards_of
 
@@ -41,12 +41,13 @@ class BlockTable:
     ) -> None:
         self.moved, self.groups = moved, groups
         self.device = local_part(moved[0]).device
-        cut = cut_blocks(find_blocks(graph), {names[id(p)]: shards_of(p) for p in moved if id(p) in names})
+        found = find_blocks(graph)
         self.blocks: list[Block] = []
         self.owners: list[int] = []
         for k, p in enumerate(moved):
-            own = cut[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
-            self.blocks += own
+            own = found[names[id(p)]] if id(p) in names else [_make_stray(p, -1 - k)]
+            shards = shards_of(p)
+            self.blocks += [replace(block, shards=shards) for block in own]
             self.owners += [k] * len(own)
         self.shards = [block.shards for block in self.blocks]
         self.orthogonal = [k for k, block in enumerate(self.blocks) if block.orthogonal]

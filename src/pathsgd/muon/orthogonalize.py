@@ -17,9 +17,6 @@ are orthogonalised by their Gram matrices."""
 MAX_IN_DOUBLE = 1 << 15
 """Entries up to which a CPU normalises a matrix in fp64, which takes ten times as long as fp32."""
 
-LEAST_NORM = 2.0**-40
-"""The least norm of which fp32 loses no square that counts."""
-
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest (semi-)orthogonal matrix of each in a batch, roughly, by Newton-Schulz."""
@@ -85,19 +82,13 @@ def make_diagonal(x: Tensor) -> Tensor:
 
 def _normalize(matrices: Tensor) -> Tensor:
     """Each of norm 1, or 0, to the same bits however it is scaled by a power of two."""
-    if matrices.is_cuda or matrices[0].numel() <= MAX_IN_DOUBLE:
-        # In fp64: Newton-Schulz magnifies what is rounded. Large ones would take long on a CPU.
-        largest = matrices.abs().amax((-2, -1), keepdim=True)
-        x = matrices.double() / torch.where(largest > 0, largest, 1)  # whose squares are in range
-        norm = _find_norms(x)
-        return (x / torch.where(norm > 0, norm, 1)).to(matrices.dtype)
-    norm = _find_norms(matrices)
-    if not bool(((norm > LEAST_NORM) & (norm < 1 / LEAST_NORM)).all()):
-        exponent = torch.frexp(matrices.abs().amax((-2, -1), keepdim=True)).exponent.double()
-        half = (exponent / 2).floor()  # 2^-exponent alone may be out of range
-        matrices = matrices * torch.exp2(-half).to(matrices) * torch.exp2(half - exponent).to(matrices)
-        norm = _find_norms(matrices)
-    return matrices / torch.where(norm > 0, norm, 1)
+    dtype = torch.promote_types(matrices.dtype, torch.float32)
+    in_double = matrices.is_cuda or matrices[0].numel() <= MAX_IN_DOUBLE  # as Newton-Schulz magnifies errors
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    x = matrices.to(torch.float64 if in_double else dtype)
+    x = x / torch.where(largest > 0, largest, 1)  # whose squares are in range
+    norm = _find_norms(x)
+    return (x / torch.where(norm > 0, norm, 1)).to(dtype)
 
 
 def _find_norms(matrices: Tensor) -> Tensor:

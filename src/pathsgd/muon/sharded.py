@@ -17,18 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pathsgd.muon.blocks import Block
-from pathsgd.sharding import Shard
-
-Shards = tuple[Shard, ...]
-
-
-def cut_blocks(found: dict[str, list[Block]], shards: Mapping[str, Shards]) -> dict[str, list[Block]]:
-    """The blocks with the parts of them that this rank holds."""
-    return {
-        name: [replace(block, shards=shards[name]) for block in blocks] if shards.get(name) else blocks
-        for name, blocks in found.items()
-    }
-
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
 """From tensors to as many of the same shapes."""
@@ -67,7 +55,9 @@ class _Exchange:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.blocks = blocks
         self.dims = [block.shards[-1].dim for block in blocks]
-        self.dealt = deal([cost_of(*block.matrix_shape) for block in blocks], self.ranks)
+        shapes = [block.matrix_shape for block in blocks]
+        # The cost of a matrix's product with its own transpose.
+        self.dealt = deal([m * n * min(m, n) for m, n in shapes], self.ranks)
         """The numbers of each rank's blocks."""
 
     def run(self, parts: Sequence[Tensor], compute: Compute) -> list[Tensor]:
@@ -117,11 +107,6 @@ def _part_shape(block: Block, rank: int) -> tuple[int, ...]:
     start, stop = block.rows_in(bounds for dim, bounds in cuts if dim == block.axis)
     shape[block.axis] = stop - start
     return tuple(shape)
-
-
-def cost_of(rows: int, columns: int) -> int:
-    """The cost of a matrix's product with its own transpose."""
-    return rows * columns * min(rows, columns)
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:

@@ -85,13 +85,12 @@ def path_sgd(
     moved, kept = dict(params), dict(state or {})
     for name, grad in grads.items():
         gamma = measured[name] if graph.parameters[name].normalised else None
-        step = find_step(
+        moved[name], buffer = find_step(
             params[name], grad, kept.get(name), gamma, lr=lr, momentum=momentum, nesterov=nesterov,
             weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
-        moved[name] = step.weight
-        if step.buffer is not None:
-            kept[name] = step.buffer
+        if buffer is not None:
+            kept[name] = buffer
     return moved, kept
 
 

@@ -178,7 +178,7 @@ class InvariantView:
     def entered(self) -> Iterator[None]:
         """On an error everything is put back."""
         self.start = [p.detach().clone() for p, _ in self.parameters]
-        others = [p.detach().clone() for p in self.others]
+        others = [(p, p.detach().clone()) for p in self.others]
         self.grads = [p.grad for p, _ in self.parameters]
         try:
             for p, gamma in self.parameters:
@@ -187,9 +187,8 @@ class InvariantView:
             self._gradients_to_z()
             yield
         except BaseException:
-            for p, value in zip([p for p, _ in self.parameters], self.start, strict=True):
-                p.copy_(value)
-            for p, value in zip(self.others, others, strict=True):
+            inside = (p for p, _ in self.parameters)
+            for p, value in [*zip(inside, self.start, strict=True), *others]:
                 p.copy_(value)
             raise
         else:

@@ -25,7 +25,7 @@ from pathsgd.paths.chain import (
     find_chains,
 )
 from pathsgd.paths.model_gammas import ModelGammas
-from pathsgd.paths.rule import Step, find_step
+from pathsgd.paths.rule import find_step
 from pathsgd.sharding import is_sharded, local_part, place_gradients
 from pathsgd.training.lazy_graph import connect
 
@@ -182,7 +182,7 @@ class PathSGD(Optimizer):
         chains = [] if is_compiling() else list(self._chains.measure(groups, self._momentum_buffer))
         moved = {id(m.parameter) for _, moves, _ in chains for layer in moves for m in layer if m is not None}
         steps = [
-            (p, self._find_step(group, p, gamma))
+            (p, *self._find_step(group, p, gamma))
             for group, params in groups
             for rest in [[p for p in params if id(p) not in moved]]
             if rest
@@ -190,10 +190,10 @@ class PathSGD(Optimizer):
         ]
         for chain, moves, rule in chains:
             chain.move(moves, rule)
-        for p, step in steps:
-            local_part(p).detach().copy_(step.weight)
-            if step.buffer is not None:
-                local_part(self._momentum_buffer(p)).copy_(step.buffer)
+        for p, weight, buffer in steps:
+            local_part(p).detach().copy_(weight)
+            if buffer is not None:
+                local_part(self._momentum_buffer(p)).copy_(buffer)
         return loss
 
     def _take_gradients(self, group: dict[str, Any]) -> list[Tensor]:
@@ -213,7 +213,7 @@ class PathSGD(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
         return state["momentum_buffer"]
 
-    def _find_step(self, group: dict[str, Any], p: Tensor, gamma: Any) -> Step:
+    def _find_step(self, group: dict[str, Any], p: Tensor, gamma: Any) -> tuple[Tensor, Tensor | None]:
         assert p.grad is not None
         buffer = local_part(self._momentum_buffer(p)) if group["momentum"] else None
         return find_step(

@@ -13,19 +13,10 @@ the same for chains of linear layers, in blocks and in Triton.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from pathsgd.geometry.gamma import Gamma
-
-
-class Step(NamedTuple):
-    """A step that has been computed and not been taken."""
-
-    weight: Tensor
-    buffer: Tensor | None
 
 
 def find_step(
@@ -39,7 +30,7 @@ def find_step(
     nesterov: bool,
     weight_decay: float,
     maximize: bool,
-) -> Step:
+) -> tuple[Tensor, Tensor | None]:
     """The new weight and the new momentum. Nothing is written.
 
     Args:
@@ -63,4 +54,4 @@ def find_step(
     lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
     step = u if gamma is None else gamma.step_from_z(u)
     moved = (1 - lr * weight_decay) * weight if weight_decay else weight
-    return Step((moved - lr * step).to(weight.dtype), buffer)
+    return (moved - lr * step).to(weight.dtype), buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class LazyGraph:
                     "the model has seen no batch yet, so its paths are not known: run it before the "
                     "first step, or pass example_input"
                 )
-            args, kwargs = tree_map(_make_zeros, self._first_batch)
+            args, kwargs = tree_map(_make_zeros("cpu"), self._first_batch)
             return self._trace(Inputs(args, kwargs))
         return self.graph
 
@@ -75,11 +75,7 @@ class LazyGraph:
 
     def record(self, args: Any, kwargs: Any) -> None:
         """Keeps the shapes of a batch, and removes the hook."""
-
-        def describe(x: Any) -> Any:
-            return _Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
-
-        self._first_batch = tree_map(describe, (args, kwargs))
+        self._first_batch = tree_map(_make_zeros("meta"), (args, kwargs))
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -150,22 +146,13 @@ class _Recorder:
         if owner is not None:
             owner.record(args, kwargs)
 
-    def __deepcopy__(self, memo: Any) -> _Recorder:
-        return type(self)()
-
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
-class _Shape:
-    """A tensor of the first batch without its values. Not a tuple, which tree_map would open."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-
-def _make_zeros(x: Any) -> Any:
-    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, _Shape) else x
+def _make_zeros(device: str) -> Callable[[Any], Any]:
+    """What replaces a tensor by zeros of its shape; on the meta device they have no memory."""
+    return lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
 
 
 def _starts_with_linear(model: nn.Module) -> bool:

@@ -56,15 +56,10 @@ class ModelTensors:
             self.remember_structure()
             self._graph = graph
             self._tensors = {name: tensors[name] for name in graph.parameters}
-            self._buffer_places = [
-                (
-                    name,
-                    module_dicts(self.model.get_submodule(name.rpartition(".")[0]))[2],
-                    name.rpartition(".")[2],
-                )
-                for name in tensors
-                if name not in graph.parameters
-            ]
+            self._buffer_places = []
+            for name in (name for name in tensors if name not in graph.parameters):
+                module, _, key = name.rpartition(".")
+                self._buffer_places.append((name, module_dicts(self.model.get_submodule(module))[2], key))
         return tensors
 
     def remember_structure(self) -> None:

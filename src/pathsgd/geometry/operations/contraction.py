@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +49,6 @@ def adjoin_linear_weight(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) ->
     else:
         value = out.t() @ into
     return Scaled(value, x.exponent + gradient.exponent)
-
-
-def add_outer_products(arithmetic: Arithmetic, uses: Sequence[tuple[Scaled, Scaled]]) -> Scaled:
-    """The sum of ``gamma_out(o) gamma_in(i)`` over the uses of a matrix, given as pairs of vectors."""
-    return arithmetic.add([adjoin_linear_weight(arithmetic, into, out) for out, into in uses])
 
 
 def _contract_blocks(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> Tensor:

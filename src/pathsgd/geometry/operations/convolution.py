@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,62 +81,39 @@ def adjoin_conv_weight(
     return Scaled(value, x.exponent + gradient.exponent)
 
 
-def _from_output(operation: Conv, rows: Tensor, shape: Shape) -> Tensor:
-    """The inverse of :func:`by_output`."""
-    if not operation.transposed:
-        return rows
-    g = operation.groups
-    inputs, outputs, *taps = shape
-    return rows.reshape(g, outputs, inputs // g, *taps).transpose(1, 2).reshape(shape)
-
-
 # p = inf: a maximum over taps and channels, where torch has no kernel
 
 
-def _taps(
-    operation: Conv, small: Shape, large: Shape
-) -> Iterator[tuple[Shape, tuple[slice, ...], tuple[slice, ...]]]:
-    """For every tap, the places of the small grid and the places of the large grid it joins.
-
-    The small grid is a convolution's output and the large one its input; transposed the other way.
-    """
+def _find_patches(operation: Conv, x: Tensor) -> Tensor:
+    """What every output reads at each tap, by (sample, group, channel in it, tap, place): a convolution of
+    every channel with kernels of a single 1."""
     kernel = operation.weight.shape[2:]
-    for tap in itertools.product(*map(range, kernel)):
-        here, there = [], []
-        for k, t in enumerate(tap):
-            stride, offset = operation.stride[k], t * operation.dilation[k] - operation.padding[k]
-            first = max(-(offset // stride) if offset < 0 else 0, 0)
-            last = min((large[k] - 1 - offset) // stride, small[k] - 1)
-            here.append(slice(first, max(last + 1, first)))
-            start = first * stride + offset
-            stop = max(last * stride + offset + 1, start)
-            there.append(slice(start, stop, stride))
-        if all(s.stop > s.start for s in here):
-            yield tap, tuple(here), tuple(there)
-
-
-def at(x: Tensor, places: tuple[int, ...] | tuple[slice, ...]) -> Tensor:
-    """A view of ``x`` at these places of its last axes."""
-    index: tuple[Any, ...] = (Ellipsis, *places)
-    return x[index]
+    taps = torch.eye(math.prod(kernel), dtype=x.dtype, device=x.device)
+    taps = taps.reshape((1, -1, *kernel) if operation.transposed else (-1, 1, *kernel))
+    patches = torch.convolution(
+        x.flatten(0, 1)[:, None], taps, None, operation.stride, operation.padding, operation.dilation,
+        operation.transposed, operation.output_padding, 1,
+    )  # fmt: skip
+    return patches.reshape(len(x), operation.groups, -1, *patches.shape[1:])
 
 
 def _max_conv(operation: Conv, x: Tensor, edges: Tensor) -> Tensor:
     """A convolution whose sums are maxima."""
+    patches = _find_patches(operation, x)
+    places = patches.shape[4:]
     rows = by_output(operation, edges)
-    g = operation.groups
-    spatial_in = tuple(x.shape[2:])
-    spatial_out = _find_output_size(operation, spatial_in)
-    y = x.new_zeros(x.shape[0], rows.shape[0], *spatial_out)
-    grouped = x.reshape(x.shape[0], g, 1, -1, *spatial_in)
-    small, large = (spatial_in, spatial_out) if operation.transposed else (spatial_out, spatial_in)
-    for tap, on_small, on_large in _taps(operation, small, large):
-        source, target = (on_small, on_large) if operation.transposed else (on_large, on_small)
-        weights = at(rows, tap).reshape(1, g, -1, rows.shape[1], *(1,) * len(spatial_in))
-        best = (at(grouped, source) * weights).amax(3)
-        part = at(y, target)
-        part.copy_(torch.maximum(part.clone(), best.reshape(part.shape)))
-    return y
+    rows = rows.reshape(operation.groups, -1, rows.shape[1], patches.shape[3], *(1 for _ in places))
+    best = ((patches[:, :, None, :, t] * rows[:, :, :, t]).amax(3) for t in range(patches.shape[3]))
+    return functools.reduce(torch.maximum, best).reshape(len(x), -1, *places)
+
+
+def _max_weight_adjoint(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    patches = _find_patches(operation, x)
+    out = gradient.reshape(len(x), operation.groups, -1, 1, *gradient.shape[2:])
+    batch_and_places = (0, *range(4, out.dim()))
+    taps = range(patches.shape[3])
+    best = torch.stack([(patches[:, :, None, :, t] * out).amax(batch_and_places) for t in taps], -1)
+    return (best.transpose(1, 2) if operation.transposed else best).reshape(weight.shape)
 
 
 def _find_output_size(operation: Conv, size: Shape) -> Shape:
@@ -152,19 +127,3 @@ def _find_output_size(operation: Conv, size: Shape) -> Shape:
         else:
             sizes.append((n + 2 * operation.padding[k] - reach) // operation.stride[k] + 1)
     return tuple(sizes)
-
-
-def _max_weight_adjoint(operation: Conv, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    g = operation.groups
-    spatial_in, spatial_out = tuple(x.shape[2:]), tuple(gradient.shape[2:])
-    rows = by_output(operation, weight)
-    best = x.new_zeros(rows.shape)
-    into = x.reshape(x.shape[0], g, 1, -1, *spatial_in)
-    out = gradient.reshape(x.shape[0], g, -1, 1, *spatial_out)
-    small, large = (spatial_in, spatial_out) if operation.transposed else (spatial_out, spatial_in)
-    for tap, on_small, on_large in _taps(operation, small, large):
-        source, target = (on_small, on_large) if operation.transposed else (on_large, on_small)
-        pairs = at(into, source) * at(out, target)
-        reduced = pairs.amax(dim=(0, *range(4, pairs.dim())))
-        at(best, tap).copy_(reduced.reshape(rows.shape[:2]))
-    return _from_output(operation, best, tuple(weight.shape))
