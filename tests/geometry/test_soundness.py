@@ -254,7 +254,8 @@ def test_reports_are_honest_about_what_is_read():
         def forward(self, x):
             return self.a(F.rms_norm(x, (4,), self.g + 1))
 
-    assert pathsgd.trace(Gemma(), torch.ones(1, 4)).parameters["g"].status is pathsgd.ParameterStatus.OUTSIDE
+    info = pathsgd.trace(Gemma(), torch.ones(1, 4)).parameters["g"]
+    assert (info.status, info.roles) == (pathsgd.ParameterStatus.NORMALISED, ("norm weight",))
     bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.ReLU(), nn.Linear(4, 2))
     graph = pathsgd.trace(bag, torch.zeros(2, 3, dtype=torch.long))
     assert graph.parameters["0.weight"].status is pathsgd.ParameterStatus.NORMALISED
