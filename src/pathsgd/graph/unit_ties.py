@@ -89,7 +89,9 @@ class UnitTies:
     def tie_along(self, ids: Tensor, dims: list[int]) -> Tensor:
         """The units along ``dims`` become one class."""
         for dim in dims:
-            if ids.shape[dim] > 1:
+            if ids.shape[dim] == 0:  # the sum of nothing
+                ids = self.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
+            elif ids.shape[dim] > 1:
                 first = ids.narrow(dim, 0, 1)
                 self._tie_pairs(ids, first.expand(ids.shape))
                 ids = first
@@ -117,7 +119,19 @@ class UnitTies:
         result = torch.full((math.prod(shape),), FIXED)
         result[places] = values
         self.tie(values, result[places])
-        return compress(result.reshape(shape))
+        return compress(self._fill_in(result.reshape(shape), index))
+
+    def _fill_in(self, ids: Tensor, read: Tensor) -> Tensor:
+        """Along axes of which only a part is read, as of positions, one class for all: a longer input may
+        read the rest."""
+        is_read = torch.zeros(ids.numel(), dtype=torch.bool).index_fill(0, read.flatten(), True)
+        is_read = is_read.reshape(ids.shape)
+        for dim in range(ids.dim()):
+            places = is_read.movedim(dim, 0).reshape(ids.shape[dim], -1).any(1)
+            if not bool(places.all()):
+                ids = self.tie_along(ids.index_select(dim, places.nonzero().flatten()), [dim])
+                is_read = is_read.any(dim, keepdim=True)
+        return ids
 
 
 def compress(ids: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int 
 def linear(b: Builder, call: Call) -> Value:
     if is_zero(call["input"]):
         # The zero state a recurrence starts from: no path but the bias, whatever the weight.
-        call.ignore("weight")
-        zero = replace(number(0), shape=call.shape)
+        zero = b.multiply_zeros(call["weight"], call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
     x, weight = read_activation(b, call, "input"), call["weight"]
     if isinstance(weight, Unknown):
