@@ -278,9 +278,48 @@ class SetsATensor(Branching):
         return y
 
 
+class OtherNumbers(Branching):
+    """The same operators, with other numbers."""
+
+    class Power(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.power = nn.Linear(4, 8), nn.Linear(8, 4), 2
+
+        def forward(self, x):
+            return self.b(self.a(x).relu() ** self.power)
+
+    def __init__(self):
+        super().__init__()
+        self.part = self.Power()
+
+    def body(self, x):
+        self.part.power = 2
+        y = self.part(x)
+        self.part.power = 3
+        return y + self.part(x)
+
+
+class Returns(Branching):
+    """A parameter is part of what it returns."""
+
+    def forward(self, x):
+        return super().forward(x), self.part[0].bias
+
+
+class OtherInTraining(Branching):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 8), self.Bounded(), nn.Linear(8, 4))
+
+    class Bounded(nn.ReLU):
+        def forward(self, x):
+            return x.tanh() if self.training else x.relu()
+
+
 BETRAYING = (
     ReadsAWeight, ReadsAView, CallsForward, GivesAWeight, KeepsAnAttribute, KeepsInMemory, KeepsByAHook,
-    SetsAnAttribute, SetsATensor, OtherArguments,
+    SetsAnAttribute, SetsATensor, OtherArguments, OtherNumbers,
 )  # fmt: skip
 
 
@@ -328,6 +367,16 @@ def test_what_shows_outside_is_not_rescaled(kind):
         return  # there is no unit
     error, _ = change(model, graph, x)
     assert error < 1e-10
+
+
+def test_what_is_returned_and_what_is_done_in_training_is_not_rescaled():
+    model, x = make(Returns)
+    graph = pathsgd.trace(model, x)
+    assert graph.parameters["part.0.bias"].status is ParameterStatus.OUTSIDE
+    assert not len(unit_classes_of(graph).free)
+    model, x = make(OtherInTraining)
+    with pytest.raises(pathsgd.DataDependentError):
+        pathsgd.trace(model, x)
 
 
 @pytest.mark.parametrize("kind", [ReadsAWeight, ReadsAView, CallsForward])

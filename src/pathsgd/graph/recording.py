@@ -65,7 +65,8 @@ class Call:
             call = call.parent
 
     def operators(self) -> Iterator[tuple[str, tuple[StorageWeakRef, ...]]]:
-        """The operators that it ran, also in the calls it made, with the memory of parameters they read."""
+        """The operators that it ran with the numbers they were given, also in the calls it made, and the
+        memory of parameters they read."""
         for event in self.events:
             if isinstance(event, Call):
                 yield from event.operators()
@@ -120,7 +121,9 @@ class Recorder(TorchDispatchMode):
                     stack.callback(before.remove)
                     stack.callback(after.remove)
                 with torch.no_grad(), self:
-                    return self.model(*args, **kwargs)
+                    result = self.model(*args, **kwargs)
+                self.outside |= self.parameters.keys() & set(map(_memory, tensors_in(result)))
+                return result
         finally:
             for tensor, own in data:
                 if tensor.data_ptr() != own.data_ptr():
@@ -170,7 +173,8 @@ class Recorder(TorchDispatchMode):
         weights = tuple(m for m in memory if m in self.parameters)
         self.read.update(weights)
         if self.current is not None:
-            self.current.events.append((str(func), weights))
+            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float, complex))]
+            self.current.events.append((f"{func} {numbers}", weights))
         else:
             self.outside.update(weights)
         written = self._look_at_writes(func, args, kwargs)
