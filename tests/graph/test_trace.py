@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -241,3 +242,21 @@ def test_a_parameter_that_is_read_through_a_kept_view_stays():
     assert graph.parameters["b.weight"].reason == "outside: read through a view that the model keeps"
     with pytest.raises(pathsgd.RescaleError, match="no unit that can be rescaled"):
         pathsgd.unbalance(model, graph)
+
+
+def test_units_that_are_returned_in_an_object_with_slots_stay():
+    @dataclasses.dataclass(slots=True)
+    class Output:
+        hidden: torch.Tensor
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.a(x).relu()
+            return self.b(h), Output(h)
+
+    with pytest.raises(pathsgd.RescaleError, match="no unit that can be rescaled"):
+        pathsgd.unbalance(Model(), torch.randn(5, 3))

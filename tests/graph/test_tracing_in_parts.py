@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
+from pathsgd.graph.recording import Recorder
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.unit_classes import unit_classes_of
 
@@ -424,6 +425,17 @@ def test_the_model_is_as_before(kind):
         assert all(vars(module)[name] is value for name, value in items)
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert all(module.training for module in model.modules())
+
+
+def test_a_module_that_copies_its_part():
+    class Copies(Branching):
+        def body(self, x):
+            return copy.deepcopy(self.part)(x) + self.part(x)
+
+    recorder = Recorder(Branching())
+    assert copy.deepcopy(recorder) is recorder
+    model, x = make(Copies)
+    assert not len(unit_classes_of(pathsgd.trace(model, x)).free)
 
 
 def test_what_cannot_be_run_is_an_error_as_before():

@@ -108,6 +108,9 @@ class Recorder(TorchDispatchMode):
         """Memory that is older than the run, with a copy made before something wrote to it."""
         self.watching = True
 
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        return self  # a copied weak reference to memory would free it twice
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model without gradients, and puts the memory back that it wrote."""
         data = [(tensor, tensor.data) for tensor in self.model.parameters()]
