@@ -181,7 +181,7 @@ class _Lowering:
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
-        except Exception as error:
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, PathError) or is_about_values(error):
                 raise
             unknown = f"the rule for {call.name} does not know these arguments"  # no axes, no entries
