@@ -391,3 +391,32 @@ def test_without_the_power_of_squares_the_function_changes(monkeypatch):
         lambda self, r: ClassFactors(self.mantissa.index_fill(0, r.derived.of, 1), self.exponent),
     )  # fmt: skip
     assert not computes_the_same(model, balanced(model, graph), x)
+
+
+class Products(nn.Module):
+    """Products of units that lead on by themselves as well, and keys against queries without a softmax."""
+
+    def __init__(self, attends):
+        super().__init__()
+        self.attends = attends
+        self.a, self.q, self.k, self.v, self.b = (nn.Linear(n, 6) for n in (3, 6, 6, 6, 6))
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        return self.b((q @ k.mT).relu() @ v if self.attends else v + 0.3 * q * k)
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_products_of_units_that_are_far_from_balanced(attends):
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = Products(attends).double()
+        for p in model.parameters():
+            p.data.normal_()
+        graph, rescaled = pathsgd.trace(model, x), copy.deepcopy(model)
+        pathsgd.unbalance(rescaled, graph, units=100)
+        pathsgd.balance(model, graph), pathsgd.balance(rescaled, graph)
+        for p, other in zip(model.parameters(), rescaled.parameters(), strict=True):
+            torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-8)

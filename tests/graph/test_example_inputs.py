@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,47 @@ class TakesDouble(nn.Module):
 def test_an_example_that_will_do_is_not_cast():
     graph = pathsgd.trace(TakesDouble(), torch.zeros(2, 1, 6, dtype=torch.float64))
     assert {"a.a.weight", "a.b.weight"} <= normalised(graph)
+
+
+class Positions(nn.Module):
+    """Takes as many rows of its table as there are positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.table, self.mixing = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(9, 9))
+
+    def forward(self, x):
+        n = x.shape[1]
+        h = (self.a(x) + self.table[:n]).relu()
+        return self.b(self.mixing[:n, :n].tril() @ h)
+
+
+class Steps(nn.Module):
+    """Recurrences from a state of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.cell = nn.RNN(3, 4, nonlinearity="relu", batch_first=True), nn.LSTMCell(4, 4)
+        self.again, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h, cell, state = torch.zeros(len(x), 4, dtype=x.dtype), None, []
+        for y in self.rnn(x)[0].unbind(1):
+            cell = self.cell(y, cell)
+            h = (cell[0] + self.again(h)).relu()
+            state.append(h)
+        return self.b(torch.stack(state, 1))
+
+
+@pytest.mark.parametrize("kind", [Positions, Steps])
+@pytest.mark.parametrize("length", [1, 4])
+def test_longer_sequences_than_the_example(kind, length):
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(2, 7, 3, dtype=torch.float64)
+    rescaled, graph = copy.deepcopy(model), pathsgd.trace(model, x[:, :length])
+    if kind is Steps and length == 1:
+        assert "multiplied by nothing but zeros" in graph.parameters["again.weight"].reason
+    else:
+        pathsgd.unbalance(rescaled, graph, units=100)
+    torch.testing.assert_close(rescaled(x), model(x), rtol=1e-10, atol=1e-10)

@@ -155,6 +155,56 @@ REST = {
 BODIES = {**MATRICES, **{name: body for name, (body, _) in COUNTED.items()}, **REST}
 
 
+def fill_with_integers(net, x, h):
+    counts = torch.zeros(h.shape, dtype=torch.long)
+    return h * counts.fill_(h.mean().detach())
+
+
+def in_two_contexts(net, x, h):
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        y = net.spare(h).relu()
+    return y + h
+
+
+def branch_in_a_branch(net, x, h):
+    def inner(h):
+        return torch.cond(x.mean() > 1, net.spare, lambda h: h.relu(), (h,))
+
+    return torch.cond(x.sum() > 0, inner, lambda h: h.abs(), (h,))
+
+
+ODD = {
+    "integers": fill_with_integers,
+    "a sum of integers": lambda n, x, h: h + h.detach().sum(-1, keepdim=True, dtype=torch.long),
+    "a number that is reduced": lambda n, x, h: h * h.sum().sum(0),
+    "no places": lambda n, x, h: n.spare(h) + h[:, :0].reshape(0, 3, 2).sum(),
+    "no units": lambda n, x, h: n.spare(h) + h[..., :0] @ n.table[:0],
+    "pieces of nothing": lambda n, x, h: h + sum(piece.sum() for piece in h[:, :0].split(0, 1)),
+    "addbmm": lambda n, x, h: h + torch.addbmm(n.table[:TIMES], h[:1].expand(2, -1, -1), h.new_ones(2, 6, 6)),
+    "two contexts": in_two_contexts,
+    "a branch in a branch": branch_in_a_branch,
+    "complex constants": lambda n, x, h: h * torch.zeros(UNITS, dtype=torch.complex128).add(1j).abs(),
+    "filled with a unit": lambda n, x, h: h.index_fill(-1, chosen_units(x)[0, :2, 0], h.sum().detach()),
+    "queries of fewer axes": lambda n, x, h: F.scaled_dot_product_attention(h, n.spare(h)[None], h)[0],
+    "a weight for each group": lambda n, x, h: torch.einsum(
+        "btgk,gkn->btgn", h.view(-1, TIMES, 2, 3), n.spare.weight.view(2, 3, UNITS)
+    ).sum(2),
+}  # fmt: skip
+"""Arguments that rules do not take, and corners of those that they do."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_corners_are_traced_and_keep_the_function(name):
+    model, x = build(ODD[name])
+    graph = pathsgd.trace(model, x)
+    pathsgd.path_norm(model, graph, region=0), pathsgd.gammas(model, graph)
+    with torch.no_grad():
+        before = model(*x)
+        if len(unit_classes_of(graph).free):
+            pathsgd.unbalance(model, graph, units=200)
+        assert (model(*x) - before).abs().max() <= 1e-10 * before.abs().max()
+
+
 @functools.cache
 def traced(name):
     return pathsgd.trace(*build(BODIES[name]))

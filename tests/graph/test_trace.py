@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -224,3 +225,38 @@ def test_tensors_are_those_that_torch_names():
     assert all(found[name] is expected[name] for name in expected)
     assert "again.running_mean" in found
     assert not {"last.weight", "again.weight"} & set(found)
+
+
+def test_a_parameter_that_is_read_through_a_kept_view_stays():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.view = self.b.weight.detach().t()
+
+        def forward(self, x):
+            return self.b(self.a(x).relu() * self.view[:, 0])
+
+    model, x = Kept(), torch.randn(5, 3)
+    graph = pathsgd.trace(model, x)
+    assert graph.parameters["b.weight"].reason == "outside: read through a view that the model keeps"
+    with pytest.raises(pathsgd.RescaleError, match="no unit that can be rescaled"):
+        pathsgd.unbalance(model, graph)
+
+
+def test_units_that_are_returned_in_an_object_with_slots_stay():
+    @dataclasses.dataclass(slots=True)
+    class Output:
+        hidden: torch.Tensor
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.a(x).relu()
+            return self.b(h), Output(h)
+
+    with pytest.raises(pathsgd.RescaleError, match="no unit that can be rescaled"):
+        pathsgd.unbalance(Model(), torch.randn(5, 3))

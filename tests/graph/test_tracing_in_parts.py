@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
+from pathsgd.graph.recording import Recorder
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.unit_classes import unit_classes_of
 
@@ -278,9 +279,48 @@ class SetsATensor(Branching):
         return y
 
 
+class OtherNumbers(Branching):
+    """The same operators, with other numbers."""
+
+    class Power(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.power = nn.Linear(4, 8), nn.Linear(8, 4), 2
+
+        def forward(self, x):
+            return self.b(self.a(x).relu() ** self.power)
+
+    def __init__(self):
+        super().__init__()
+        self.part = self.Power()
+
+    def body(self, x):
+        self.part.power = 2
+        y = self.part(x)
+        self.part.power = 3
+        return y + self.part(x)
+
+
+class Returns(Branching):
+    """A parameter is part of what it returns."""
+
+    def forward(self, x):
+        return super().forward(x), self.part[0].bias
+
+
+class OtherInTraining(Branching):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 8), self.Bounded(), nn.Linear(8, 4))
+
+    class Bounded(nn.ReLU):
+        def forward(self, x):
+            return x.tanh() if self.training else x.relu()
+
+
 BETRAYING = (
     ReadsAWeight, ReadsAView, CallsForward, GivesAWeight, KeepsAnAttribute, KeepsInMemory, KeepsByAHook,
-    SetsAnAttribute, SetsATensor, OtherArguments,
+    SetsAnAttribute, SetsATensor, OtherArguments, OtherNumbers,
 )  # fmt: skip
 
 
@@ -330,6 +370,16 @@ def test_what_shows_outside_is_not_rescaled(kind):
     assert error < 1e-10
 
 
+def test_what_is_returned_and_what_is_done_in_training_is_not_rescaled():
+    model, x = make(Returns)
+    graph = pathsgd.trace(model, x)
+    assert graph.parameters["part.0.bias"].status is ParameterStatus.OUTSIDE
+    assert not len(unit_classes_of(graph).free)
+    model, x = make(OtherInTraining)
+    with pytest.raises(pathsgd.DataDependentError):
+        pathsgd.trace(model, x)
+
+
 @pytest.mark.parametrize("kind", [ReadsAWeight, ReadsAView, CallsForward])
 def test_a_parameter_that_is_read_outside_keeps_its_value(kind):
     model, x = make(kind)
@@ -375,6 +425,17 @@ def test_the_model_is_as_before(kind):
         assert all(vars(module)[name] is value for name, value in items)
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert all(module.training for module in model.modules())
+
+
+def test_a_module_that_copies_its_part():
+    class Copies(Branching):
+        def body(self, x):
+            return copy.deepcopy(self.part)(x) + self.part(x)
+
+    recorder = Recorder(Branching())
+    assert copy.deepcopy(recorder) is recorder
+    model, x = make(Copies)
+    assert not len(unit_classes_of(pathsgd.trace(model, x)).free)
 
 
 def test_what_cannot_be_run_is_an_error_as_before():

@@ -274,7 +274,8 @@ class _Solver:
                 step, past = step / 2, _Past()
                 t = best + step
                 continue
-            gap = torch.where(self.live & self.relations.is_free, self._find_gap(flow), 0)
+            shrinking, growing = self._find_sides(flow)
+            gap = torch.where(self.live & self.relations.is_free, shrinking - growing, 0)
             size = float(gap.abs().max())
             smallest, idle = (size, 0) if size < smallest / 2 else (smallest, idle + 1)
             rounding = 1e-15 * self.order * float(t.abs().max())
@@ -282,22 +283,25 @@ class _Solver:
                 return t
             least, best = min(least, flow.total), t
             step = self.relations.complete(OMEGA * gap / (self.order * (1 + self.relations.rate)))
-            step = self._correct_layers(step, flow)
+            weight = torch.where(self.live, torch.logaddexp(shrinking, growing), -math.inf)
+            corrected = self._correct_layers(step, flow, weight)
+            if float(((weight - weight.max()).exp() * (gap / 2).tanh()) @ corrected) > 0:  # downwards
+                step = corrected
             t = past.extrapolate(t, step)
         raise PathError(f"balance did not converge: arriving and leaving weights still differ by {size:.1e}")
 
-    def _find_gap(self, flow: _Flow) -> Tensor:
-        """log of what shrinks with the factor of a free class over what grows with it."""
+    def _find_sides(self, flow: _Flow) -> tuple[Tensor, Tensor]:
+        """log of what shrinks with the factor of a free class, and of what grows with it."""
         terms = self.relations.derived
         if not len(terms.of):
-            return flow.leaving - flow.arriving
+            return flow.leaving, flow.arriving
         index, power = torch.cat([torch.arange(self.count), terms.by]), terms.power.abs().double()
 
         def add_up(same: Tensor, other: Tensor) -> Tensor:
             others = torch.where(terms.power > 0, same[terms.of], other[terms.of]) + power.log()
             return _log_sum(torch.cat([same, others]), index, self.count)
 
-        return add_up(flow.leaving, flow.arriving) - add_up(flow.arriving, flow.leaving)
+        return add_up(flow.leaving, flow.arriving), add_up(flow.arriving, flow.leaving)
 
     def _measure(self, t: Tensor, active: Tensor) -> _Flow:
         edges, p = self.edges, self.p
@@ -335,11 +339,10 @@ class _Solver:
         solution = torch.linalg.solve(matrix.T @ matrix + ridge, matrix.T @ -flow.between[live])
         return (self.moves @ solution[:-1])[self.layers]
 
-    def _correct_layers(self, step: Tensor, flow: _Flow) -> Tensor:
+    def _correct_layers(self, step: Tensor, flow: _Flow, weight: Tensor) -> Tensor:
         """A step in which the mean of each layer is replaced by what Newton's method finds."""
         if not len(self.free_layers):
             return step
-        weight = torch.where(self.live, torch.logaddexp(flow.arriving, flow.leaving), -math.inf)
         share = (weight - _log_sum(weight, self.layers, self.layer_count)[self.layers]).exp()
         share = torch.where(self.live, share, 0)
         mean = torch.zeros(self.layer_count, dtype=torch.float64).index_add(0, self.layers, share * step)

@@ -67,6 +67,8 @@ class Builder:
     """The parameters that some operator reads."""
     narrow: set[str] = field(default_factory=set)
     """Those of 16 bits, which would be rounded by a rescaling that is no power of two."""
+    unused: set[str] = field(default_factory=set)
+    """Those that some operator multiplies by zeros, as by the state before the first step."""
     notes: list[str] = field(default_factory=list)
     where: str = ""
 
@@ -147,6 +149,11 @@ class Builder:
                 self.outside.setdefault(name, value.reason)
             value = self.begin(value.shape, value.reason)
         return self.expand(value, target)
+
+    def multiply_zeros(self, weight: Value, shape: Shape) -> Weight:
+        """Zeros of a shape, as zeros times a weight are: no path, whatever the weight."""
+        self.unused |= parameters_of(weight)
+        return replace(number(0), shape=shape)
 
     def end_at_statistics(self, outputs: Iterable[int]) -> None:
         """Ends paths at squares from which no weight and no output is reached: the mean square in a norm that

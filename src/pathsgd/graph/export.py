@@ -203,7 +203,8 @@ def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = value
     else:
-        items = vars(value).values() if hasattr(value, "__dict__") else ()
+        slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+        items = [*slots, *(vars(value).values() if hasattr(value, "__dict__") else ())]
     return [x for item in items for x in tensors_in(item, depth - 1)]
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from pathsgd._torch import is_pointwise, operator_schema
+from pathsgd._torch import is_about_values, is_pointwise, operator_schema
+from pathsgd.errors import PathError
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
 from pathsgd.graph.export import own_name
 from pathsgd.graph.nodes import Reshape, Stored, Weight
@@ -17,6 +19,7 @@ from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import describe_parameters, find_regions
 from pathsgd.graph.rules import RULES, Call, OperatorRule, why_it_ends
 from pathsgd.graph.rules.selection import Index, as_index, join
+from pathsgd.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -78,6 +81,10 @@ class Names:
             first.setdefault(id(parameter), name)
         self.parameters = {name: first[id(parameter)] for name, parameter in named}
         """By any name of a parameter, the one it is described under."""
+        self.memory: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and not is_sharded(parameter) and parameter.numel():
+                self.memory.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
         self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
@@ -131,6 +138,9 @@ class _Lowering:
     def _literal(self, spec_target: str, shape: tuple[int, ...], fake: Tensor) -> Weight | Unknown:
         """A tensor written in the model's code, by its numbers; anything else carries no path."""
         constant = self.program.constants.get(spec_target)
+        if isinstance(constant, Tensor) and constant.layout == torch.strided and not constant.is_meta:
+            for name in self.names.memory.get(constant.untyped_storage().data_ptr(), ()):
+                self.builder.outside.setdefault(name, "read through a view that the model keeps")
         if isinstance(constant, Tensor) and fake.is_floating_point():
             if constant.is_meta:
                 return Unknown(shape, True, "a tensor without values")
@@ -170,11 +180,18 @@ class _Lowering:
                 if name not in call.read and name not in rule.ignores:
                     for value in _leaves({name: call.arguments[name]}):
                         builder.end(value, f"{call.name} reads it as its {name}")
-            if isinstance(result, list) and isinstance(node.meta.get("val"), Tensor):
-                result = result[0]
+            if isinstance(fake := node.meta.get("val"), Tensor):
+                result = result[0] if isinstance(result, list) else result
+                if isinstance(result, (Paths, Weight)) and not (call.floating or fake.is_complex()):
+                    raise Ends("a cast to integers is not positively homogeneous")
             self.values[node] = result
         except Ends as reason:
             self.values[node] = self._end(node, call, str(reason), carries)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, PathError) or is_about_values(error):
+                raise
+            unknown = f"the rule for {call.name} does not know these arguments"  # no axes, no entries
+            self.values[node] = self._end(node, call, unknown, carries)
 
     def _apply(self, rule: OperatorRule, call: Call) -> Any:
         """What the rule makes of a call. A parameter that it does not take as one, as a table that is
@@ -196,7 +213,7 @@ class _Lowering:
         if getattr(node.target, "__name__", str(node.target)) not in INNER:
             return False
         programs = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        graphs = [self.program.graph_module.get_submodule(str(n.target)).graph for n in programs]
+        graphs = [_program_of(n) for n in programs]
         schemas = [operator_schema(inner.target) for graph in graphs for inner in graph.nodes]
         return bool(graphs) and not any(schema is not None and schema.is_mutable for schema in schemas)
 
@@ -209,8 +226,7 @@ class _Lowering:
         inputs = flat[programs[-1] + 1 :]
         results = []
         for k in programs:
-            module: Any = self.program.graph_module.get_submodule(str(flat[k].target))
-            results.append(self._run_inner(module.graph, inputs))
+            results.append(self._run_inner(_program_of(flat[k]), inputs))
         merged = []
         for k, values in enumerate(zip(*results, strict=True)):
             fake = node.meta["val"][k]
@@ -343,6 +359,12 @@ class _Lowering:
         if isinstance(argument, (tuple, list)):
             return [self._value(item) for item in argument]
         return argument
+
+
+def _program_of(node: fx.Node) -> Any:
+    """The program inside the program that a node gets."""
+    owner: Any = node.graph.owning_module
+    return owner.get_submodule(str(node.target)).graph
 
 
 def _leaves(arguments: Mapping[str, Any]) -> list[Any]:

@@ -187,6 +187,9 @@ class _Search:
         ran = list(alone.calls[0].operators())
         if any(list(call.operators()) != ran for call in calls):
             raise TraceError("alone, given zeros, it does something else than in the model")
+        trained = [c for recorder in self.recorders[1:] for c in _all_calls(recorder.calls) if _key(c) == key]
+        if any(_without_dropout(call) != _without_dropout(calls[0]) for call in trained):
+            raise TraceError("in training mode it does something else")
         program, _ = export_at_batch_one(part, part.example(), {}, None)
         attempt = Builder()
         try:
@@ -255,6 +258,12 @@ def _all_calls(calls: list[Call]) -> Iterator[Call]:
     for call in calls:
         yield call
         yield from _all_calls(call.children())
+
+
+def _without_dropout(call: Call) -> list[Any]:
+    """What a module ran but for what dropout and the counter of a batch norm run in training mode."""
+    names = ("bernoulli_", "div_", "mul", "empty_like", "native_dropout", "add_")
+    return [(op, memory) for name, memory in call.operators() if (op := name.split(".")[1]) not in names]
 
 
 def _has_units(module: nn.Module) -> bool:

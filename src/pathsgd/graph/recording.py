@@ -56,7 +56,8 @@ class Call:
     running: bool = True
 
     def operators(self) -> Iterator[tuple[str, tuple[StorageWeakRef, ...]]]:
-        """The operators that it ran, also in the calls it made, with the memory of parameters they read."""
+        """The operators that it ran with the numbers they were given, also in the calls it made, and the
+        memory of parameters they read."""
         for event in self.events:
             if isinstance(event, Call):
                 yield from event.operators()
@@ -104,6 +105,9 @@ class Recorder(TorchDispatchMode):
         """Memory that is older than the run, with a copy made before something wrote to it."""
         self.watching = True
 
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        return self  # a copied weak reference to memory would free it twice
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model without gradients, and puts the memory back that it wrote. The hooks are left to
         ``restore_modules``."""
@@ -115,7 +119,9 @@ class Recorder(TorchDispatchMode):
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
             with torch.no_grad(), self:
-                return self.model(*args, **kwargs)
+                result = self.model(*args, **kwargs)
+            self.outside |= self.parameters.keys() & set(map(memory_of, tensors_in(result)))
+            return result
         finally:
             for tensor, own in data:
                 if tensor.data_ptr() != own.data_ptr():
@@ -164,7 +170,8 @@ class Recorder(TorchDispatchMode):
         weights = tuple(m for m in memory if m in self.parameters)
         self.read.update(weights)
         if self.current is not None:
-            self.current.events.append((str(func), weights))
+            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float, complex))]
+            self.current.events.append((f"{func} {numbers}", weights))
         else:
             self.outside.update(weights)
         written = self._look_at_writes(func, args, kwargs)

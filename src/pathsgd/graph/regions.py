@@ -15,6 +15,7 @@ from pathsgd.graph.path_lengths import find_alone
 from pathsgd.graph.structure import ParameterInfo, ParameterStatus
 from pathsgd.graph.union_find import UnionFind
 
+ZEROS = "multiplied by nothing but zeros, so no unit is rescaled; pass an example of more steps"
 ALONE = "alone on its paths, so optimizers take gamma = 1"
 
 
@@ -44,6 +45,7 @@ def describe_parameters(
     }
     described = describe_uses(described, builder.nodes, builder.ends, regions)
     unread = {n: "what it leads to is on no path" for n in builder.read if not described[n].regions}
+    unread |= dict.fromkeys(builder.unused & unread.keys(), ZEROS)
     for name, reason in {**unread, **builder.outside}.items():
         described[name] = replace(
             described[name], status=ParameterStatus.OUTSIDE, reason=f"outside: {reason}", alone=0

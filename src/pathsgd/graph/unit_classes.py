@@ -22,6 +22,7 @@ from torch import Tensor
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Shape, Weight, conv_channels
 from pathsgd.graph.path_graph import PathGraph
+from pathsgd.graph.regions import ZEROS
 from pathsgd.graph.structure import ParameterStatus
 from pathsgd.graph.unit_relations import FIXED as FIXED
 from pathsgd.graph.unit_relations import Relations, Terms
@@ -98,11 +99,13 @@ class _Search:
 
     def run(self) -> UnitClasses:
         self.find_shifts()
+        # What a weight leads from is not known if it is only multiplied by zeros.
+        is_unknown = any(info.reason.endswith(ZEROS) for info in self.graph.parameters.values())
         for k, node in enumerate(self.graph.nodes):
             inputs = [self.ids[source] for source in node.inputs]
             ids = self.visit(k, node, inputs)
             self.ids.append(ids)
-            if k in self.graph.ends and k not in self.graph.passed:
+            if is_unknown or (k in self.graph.ends and k not in self.graph.passed):
                 self.ties.fix(ids)
         self.fix_dead_ends()
         self.share_parameters()
@@ -322,7 +325,7 @@ class _Search:
                 head, tail = self.ties.merge(other.head, head), self.ties.merge(other.tail, tail)
             first[weight.parameter.name] = EdgeClasses(head, tail)
         self.shared = {
-            name: EdgeClasses(edge.head.clamp(min=FIXED), edge.tail.clamp(min=FIXED))
+            name: EdgeClasses(self.ties.fill_in(edge.head), self.ties.fill_in(edge.tail))
             for name, edge in first.items()
         }
 
@@ -360,7 +363,7 @@ def reshape_ids(ids: Tensor, before: Shape, after: Shape) -> Tensor:
     """Ids of a reshaped value; axes along which they do not change are not expanded."""
     expanded, target = list(ids.shape), [1] * len(after)
     for own, others in reshaped_axes(before, after):
-        if any(ids.shape[d] > 1 for d in own):
+        if any(ids.shape[d] != 1 for d in own):
             for d in own:
                 expanded[d] = before[d]
             for d in others:

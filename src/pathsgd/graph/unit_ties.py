@@ -92,7 +92,9 @@ class UnitTies:
     def tie_along(self, ids: Tensor, dims: list[int]) -> Tensor:
         """The units along ``dims`` become one class."""
         for dim in dims:
-            if ids.shape[dim] > 1:
+            if ids.shape[dim] == 0:  # the sum of nothing
+                ids = self.fresh((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]))
+            elif ids.shape[dim] > 1:
                 first = ids.narrow(dim, 0, 1)
                 self._tie_pairs(ids, first.expand(ids.shape))
                 ids = first
@@ -133,6 +135,20 @@ class UnitTies:
         both = (a != UNSEEN) & (b != UNSEEN)
         self._tie_pairs(a[both], b[both])
         return compress(torch.where(a == UNSEEN, b, a))
+
+    def fill_in(self, ids: Tensor) -> Tensor:
+        """Along axes of which only a part is seen, as of positions, one class for all: a longer input may
+        read the rest."""
+        dims = []
+        for dim in range(ids.dim()):
+            is_seen = (ids != UNSEEN).movedim(dim, 0).flatten(1).any(1) if ids.dim() > 1 else ids != UNSEEN
+            if not bool(is_seen.all()):
+                ids = ids.index_select(dim, is_seen.nonzero().flatten())
+                dims.append(dim)
+        if bool((ids == UNSEEN).any()):
+            self.fix(ids[ids != UNSEEN])
+            return torch.full((1,) * ids.dim(), FIXED)
+        return self.tie_along(ids, dims)
 
 
 def compress(ids: Tensor) -> Tensor:

@@ -37,6 +37,9 @@ def view_shape(view: Operation, shape: Shape) -> Shape:
 
 def reshaped_axes(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
     """The smallest groups of neighbouring axes that a reshape turns into each other."""
+    if 0 in before:
+        yield range(len(before)), range(len(after))
+        return
     i = j = 0
     while i < len(before) or j < len(after):
         first, other = i, j

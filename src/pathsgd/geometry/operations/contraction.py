@@ -40,8 +40,7 @@ def contract(arithmetic: Arithmetic, x: Scaled, weight: Tensor) -> Scaled:
 
 def adjoin_linear_weight(arithmetic: Arithmetic, x: Scaled, gradient: Scaled) -> Scaled:
     """``dF / d|W|^p``: the sum over positions of gamma_out(o) gamma_in(i)."""
-    into = x.mantissa.reshape(-1, x.mantissa.shape[-1])
-    out = gradient.mantissa.reshape(-1, gradient.mantissa.shape[-1])
+    into, out = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x.mantissa, gradient.mantissa))
     if math.isinf(arithmetic.p):
         value = into.new_zeros(out.shape[1], into.shape[1])
         for row, column in zip(out, into, strict=True):

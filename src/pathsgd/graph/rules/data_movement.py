@@ -331,7 +331,7 @@ def shuffle(b: Builder, call: Call) -> Value:
 def fill(b: Builder, call: Call) -> Value:
     """Memory that is empty is written before it is read, so it may hold zeros."""
     value: Any = call.get("fill_value", "value", "s", default=0.0)
-    if isinstance(value, (Paths, Weight)) and call.floating:
+    if isinstance(value, (Paths, Weight)):
         return b.expand(value, call.shape)
     if "zeros" in call.name:
         value = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Sequence
-from dataclasses import replace
 
 from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
@@ -19,8 +18,7 @@ LETTERS = string.ascii_lowercase
 def linear(b: Builder, call: Call) -> Value:
     if is_zero(call["input"]):
         # The zero state a recurrence starts from: no path but the bias, whatever the weight.
-        call.ignore("weight")
-        zero = replace(number(0), shape=call.shape)
+        zero = b.multiply_zeros(call["weight"], call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
     x, weight = read_activation(b, call, "input"), call["weight"]
     if isinstance(weight, Unknown):
@@ -36,11 +34,11 @@ def matmul(b: Builder, call: Call) -> Value:
     left: Value = call["self"]
     right: Value = call.get("other", "mat2", "vec", "tensor")
     if is_zero(left) or is_zero(right):
-        return replace(number(0), shape=call.shape)
+        return b.multiply_zeros(right if is_zero(left) else left, call.shape)
     return multiply_matrices(b, call, left, right)
 
 
-@rule("addmm", "baddbmm", "addbmm")
+@rule("addmm", "baddbmm")
 def addmm(b: Builder, call: Call) -> Value:
     left, right = call.get("mat1", "batch1"), call.get("mat2", "batch2")
     result = b.times(multiply_matrices(b, call, left, right), call.get("alpha", default=1))
@@ -113,7 +111,7 @@ def _apply_weight(
     if groups:
         x = b.reshape(x, (m, g * k, 1))
         kernel = b.reshape(weight, (g * n, k, 1))
-        y = b.conv(x, Conv(kernel, (1,), (0,), (1,), g), (m, g * n, 1))
+        y = b.conv(x, Conv(kernel, (1,), (0,), (1,), g, output_padding=(0,)), (m, g * n, 1))
     else:
         y = b.linear(b.reshape(x, (*(sizes[axis] for axis in places), k)), b.reshape(weight, (n, k)))
     sizes |= dict(zip(order, weight.shape, strict=True))
@@ -129,7 +127,7 @@ def apply_one_of(
     were chosen as often, so that the units of all experts are rescaled together. Other fixed shares would
     leave rescalings as they are."""
     assert weight is not None
-    count, each = weight.shape[0], "E"
+    count, each = weight.shape[0], next(c for c in LETTERS.upper() if c not in "".join(axes))
     sizes = dict(zip(axes[0] + axes[1], (*b.shape(x), *weight.shape[1:]), strict=True))
     whole = [sizes[letter] for letter in target]
     y = _apply_weight(b, x, weight, (axes[0], each + axes[1]), each + target, (count, *whole))
@@ -211,7 +209,7 @@ def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
 @rule("scaled_dot_product_attention")
 def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
     heads, reason = call.shape[:-2], "queries and keys of attention enter a softmax"
-    query, key, values = call["query"], *(_repeat_heads(b, call[name], heads) for name in ("key", "value"))
+    query, key, values = (_repeat_heads(b, call[name], heads) for name in ("query", "key", "value"))
     if not isinstance(values, Paths):
         raise Ends("attention to values that are no activations")
     lead = "abcdefgh"[: len(heads)]
@@ -224,9 +222,10 @@ def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
 def _repeat_heads(b: Builder, value: Value, heads: Shape) -> Value:
     """Keys or values of groups of queries, for each of these."""
     own = b.shape(value)[:-2]
-    if own == heads or not isinstance(value, Paths):
+    if own == heads:
         return value
-    if own[:-1] != heads[:-1] or heads[-1] % own[-1]:
+    value = b.paths(value)
+    if len(own) != len(heads) or own[:-1] != heads[:-1] or heads[-1] % own[-1]:
         return b.expand(value, (*heads, *b.shape(value)[-2:]))
     index = tuple(k // (heads[-1] // own[-1]) for k in range(heads[-1]))
     return b.axis_map(value, len(own) - 1, Window("gather", own[-1], heads[-1], index=index))

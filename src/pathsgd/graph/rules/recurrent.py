@@ -52,7 +52,7 @@ def rnn_relu(b: Builder, call: Call) -> list[Value]:
 @rule("rnn_relu_cell")
 def rnn_relu_cell(b: Builder, call: Call) -> Value:
     parts: list[Value] = []
-    for value, weight, bias in _cell_inputs(call, call["hx"]):
+    for value, weight, bias in _cell_inputs(b, call, call["hx"]):
         parts += [] if is_zero(value) else [b.linear(b.paths(value), weight)]
         parts += [] if bias is None else [bias.as_role("bias")]
     return b.expand(b.add(parts), call.shape)
@@ -66,16 +66,17 @@ def gated_cell(b: Builder, call: Call) -> list[Value]:
         b.end(states[-1], reason)  # the gates multiply it
     gates = [
         _gates(b, b.paths(value), [weight, bias], reason)
-        for value, weight, bias in _cell_inputs(call, states[0])
+        for value, weight, bias in _cell_inputs(b, call, states[0])
         if not is_zero(value)
     ]
     return [b.begin(call.shape, reason, gates) for _ in states]
 
 
-def _cell_inputs(call: Call, state: Value) -> list[tuple[Value, Weight, Weight | None]]:
+def _cell_inputs(b: Builder, call: Call, state: Value) -> list[tuple[Value, Weight, Weight | None]]:
     """What a cell multiplies by weights, with the weights and the bias."""
     weights = [call.weight(name) for name in ("w_ih", "w_hh")]
     biases = [call.weight(name) if call.get(name) is not None else None for name in ("b_ih", "b_hh")]
+    b.multiply_zeros(weights[1], ())  # if there is one step alone
     return list(zip([call["input"], state], weights, biases, strict=True))
 
 
@@ -138,6 +139,7 @@ def _run(
     b: Builder, x: Paths, time: int, weights: list[Weight], state: Paths | None, backward: bool
 ) -> tuple[Paths, Paths]:
     w_ih, w_hh, *biases = weights
+    b.multiply_zeros(w_hh, ())  # if there is one step alone
     shape = b.shape(x)
     steps = shape[time]
     one = shape[:time] + shape[time + 1 :]

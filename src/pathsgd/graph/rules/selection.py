@@ -45,7 +45,8 @@ class Index(Unknown):
 
 
 def as_index(numbers: Tensor) -> Index:
-    flat = tuple(map(int, numbers.detach().flatten().tolist())) if numbers.dtype != torch.bool else ()
+    chooses = numbers.dtype != torch.bool and not numbers.is_complex()
+    flat = tuple(map(int, numbers.detach().flatten().tolist())) if chooses else ()
     return Index(tuple(numbers.shape), False, "a tensor of integers", numbers=flat)
 
 
@@ -119,6 +120,7 @@ def scatter(b: Builder, call: Call) -> Value:
     put = _as_units(b, call.get("src", "source", "value", default=0.0))
     if isinstance(put, Paths) and call.shape:
         dim = call["dim"] % len(call.shape)
+        put = b.reshape(put, (1,) * (len(call.shape) - len(b.shape(put))) + b.shape(put))
         put = b.times(put, call.get("alpha", default=1))
         put = _fit(b, _shares(b, put, [dim], call.shape[dim]), call.shape, dim)
     return join(b, call, [call["self"], put])
