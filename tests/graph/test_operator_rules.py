@@ -68,21 +68,12 @@ def from_image(y):
 MATRICES = {
     "repeat_interleave": lambda n, x, h: h.repeat_interleave(2, 1)[..., :3].repeat_interleave(2, -1),
     "slices that are written": write_slices,
-    "diagonal": lambda n, x, h: h.view(-1, TIMES, 2, 3).diagonal(1, 2, 3).repeat(1, 1, 3),
-    "diagonal below": lambda n, x, h: h.diagonal(-2, -1, -2).repeat(1, 2)[:, :UNITS],
     "tril": lambda n, x, h: h.tril(1).triu(-1),
     "unfold in time": lambda n, x, h: h.unfold(1, 3, 1).sum(-1),
     "im2col": lambda n, x, h: from_image(
         F.unfold(as_image(h), (2, 1), padding=(1, 0), stride=(2, 1)).view(-1, UNITS, 2, 4)
     ),
-    "col2im": lambda n, x, h: from_image(
-        F.fold(h.transpose(1, 2).repeat(1, 4, 1), 2, (2, 2), padding=1, stride=2, dilation=1)
-    ),
     "cumsum": lambda n, x, h: h.cumsum(1),
-    "bicubic": lambda n, x, h: from_image(F.interpolate(as_image(h), size=(3, 5), mode="bicubic")),
-    "antialias": lambda n, x, h: from_image(
-        F.interpolate(as_image(h), size=(1, 3), mode="bilinear", antialias=True)
-    ),
     "pieces": lambda n, x, h: torch.hstack(torch.tensor_split(torch.vstack([h, h]), 3, 1)[::-1]),
     "lerp": lambda n, x, h: h.lerp(h.flip(1), 0.3),
     "nan_to_num": lambda n, x, h: h.nan_to_num() + h.new_full((UNITS,), 0.0),

@@ -21,7 +21,7 @@ from torch import Tensor
 from pathsgd.errors import PathError
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses
 from pathsgd.graph.unit_relations import Relations
-from pathsgd.graph.unit_ties import compress
+from pathsgd.graph.views import compress
 from pathsgd.sharding import Shard, local_part, shards_of
 
 CHUNK = (1 << 15) - 1

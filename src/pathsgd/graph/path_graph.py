@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pathsgd._torch import module_dicts, uncompiled
 from pathsgd.errors import PathError
 from pathsgd.graph.folding import Folded, fold
+from pathsgd.graph.protection import describe_protection
 from pathsgd.graph.report import report, summarize
 from pathsgd.graph.running_statistics import end_at_statistics
 from pathsgd.graph.structure import Structure
@@ -117,8 +118,6 @@ class PathGraph(Structure):
         return f"<{summarize(self)}>"
 
     def __str__(self) -> str:
-        from pathsgd.graph.protection import describe_protection  # which reads graphs
-
         return report(self, describe_protection(self))
 
 

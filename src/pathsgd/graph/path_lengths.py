@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Node, Shape, View, Weighted
-from pathsgd.graph.unit_ties import compress
-from pathsgd.graph.views import embed, reshaped_axes, view_shape, view_tensor
+from pathsgd.graph.views import compress, embed, reshape_compressed, view_shape, view_tensor
 
 MANY = 2
 """Longer paths count as this long."""
@@ -104,7 +103,7 @@ def _arrive(node: Node, sources: list[tuple[Tensor, Shape]]) -> Tensor:
             ]
             return compress(torch.cat(parts, dim))
         case nodes.Reshape(shape):
-            return _reshape(x, sources[0][1], shape)
+            return reshape_compressed(x, sources[0][1], shape)
         case nodes.Slice(dim):
             return x if x.shape[dim] == 1 else compress(view_tensor(operation, x))
         case nodes.Permute():
@@ -140,7 +139,7 @@ def _undo_view(view: View, y: Tensor, before: Shape, after: Shape) -> Tensor:
     """Each entry gets the largest of what it is seen as; 0 where it is not seen."""
     match view:
         case nodes.Reshape():
-            return _reshape(y, after, before)
+            return reshape_compressed(y, after, before)
         case nodes.Permute(dims):
             return y.permute(*(dims.index(d) for d in range(len(dims))))
         case nodes.Expand():
@@ -174,20 +173,6 @@ def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor
     for k, view in reversed(list(enumerate(weight.parameter.views))):
         entries = _undo_view(view, entries, shapes[k], shapes[k + 1])
     return entries
-
-
-def _reshape(x: Tensor, before: Shape, after: Shape) -> Tensor:
-    """``x``, which stands for a tensor of shape ``before``, reshaped to ``after``. Axes on which it does not
-    change are not written out, so that the length of a sequence costs nothing."""
-    if 0 in before:
-        return _zeros(len(after))
-    written: list[int] = []
-    target: list[int] = []
-    for old, new in reshaped_axes(before, after):
-        uniform = all(x.shape[d] == 1 for d in old)
-        written += [1 if uniform else before[d] for d in old]
-        target += [1 if uniform else after[d] for d in new]
-    return compress(x.expand(written).reshape(target))
 
 
 def _narrow_to(x: Tensor, shape: Shape) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph.nodes import Begin, Conv, Linear, Multiply
-from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.running_statistics import has_statistics
+from pathsgd.graph.structure import Structure
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 
 OTHER = "tied to what cannot be rescaled"
@@ -21,7 +21,7 @@ NAMED = 4
 """Causes that are named, the most frequent first."""
 
 
-def describe_protection(graph: PathGraph) -> str:
+def describe_protection(graph: Structure) -> str:
     """One sentence: how many units can be rescaled, how many weights that changes, and why not the others."""
     units = unit_classes_of(graph)
     total = sum(math.prod(info.shape) for info in graph.parameters.values())
@@ -35,7 +35,7 @@ def describe_protection(graph: PathGraph) -> str:
     return f"{head}, not the others: {', '.join(named)}{', ...' * (len(causes) > NAMED)}."
 
 
-def find_causes(graph: PathGraph, units: UnitClasses) -> tuple[Counter[str], Counter[str]]:
+def find_causes(graph: Structure, units: UnitClasses) -> tuple[Counter[str], Counter[str]]:
     """How many of the weights that no rescaling changes have which cause, behind them and before them. Of
     several causes the nearest counts."""
     behind: Counter[str] = Counter()
@@ -53,7 +53,7 @@ def find_causes(graph: PathGraph, units: UnitClasses) -> tuple[Counter[str], Cou
     return behind, before
 
 
-def explain_few_paths(graph: PathGraph) -> str | None:
+def explain_few_paths(graph: Structure) -> str | None:
     """Says what is wrong and what to do, if most weights of matrices and kernels share no path with another.
 
     Where a norm's weight is all that shares a path with a matrix, gamma hardly differs from a constant: that
@@ -98,7 +98,7 @@ def has_symmetry(shape: tuple[int, ...], units: UnitClasses, name: str) -> tuple
     return (edge.head != FIXED).expand(shape), (edge.tail != FIXED).expand(shape)
 
 
-def _find_end(graph: PathGraph, start: list[int], readers: Sequence[Sequence[int]]) -> str:
+def _find_end(graph: Structure, start: list[int], readers: Sequence[Sequence[int]]) -> str:
     for k in _walk(graph, start, readers):
         operation = graph.nodes[k].operation
         if k in graph.ends:
@@ -108,12 +108,12 @@ def _find_end(graph: PathGraph, start: list[int], readers: Sequence[Sequence[int
     return OTHER
 
 
-def _find_begin(graph: PathGraph, start: list[int], sources: Sequence[Sequence[int]]) -> str:
+def _find_begin(graph: Structure, start: list[int], sources: Sequence[Sequence[int]]) -> str:
     operations = (graph.nodes[k].operation for k in _walk(graph, start, sources))
     return next((operation.reason for operation in operations if isinstance(operation, Begin)), OTHER)
 
 
-def _find_uses(graph: PathGraph) -> dict[str, list[int]]:
+def _find_uses(graph: Structure) -> dict[str, list[int]]:
     """The nodes that use each parameter as weights."""
     uses: dict[str, list[int]] = {}
     for k, weight in graph.weights():
@@ -122,16 +122,16 @@ def _find_uses(graph: PathGraph) -> dict[str, list[int]]:
     return uses
 
 
-def _is_matrix(graph: PathGraph, k: int) -> bool:
+def _is_matrix(graph: Structure, k: int) -> bool:
     operation = graph.nodes[k].operation
     return isinstance(operation, (Linear, Conv)) and operation.weight.parameter is not None
 
 
-def _meets_matrix(graph: PathGraph, start: Sequence[int], following: Sequence[Sequence[int]]) -> bool:
+def _meets_matrix(graph: Structure, start: Sequence[int], following: Sequence[Sequence[int]]) -> bool:
     return any(_is_matrix(graph, other) for k in _walk(graph, start, following) for other in following[k])
 
 
-def _walk(graph: PathGraph, start: Sequence[int], following: Sequence[Sequence[int]]) -> Iterator[int]:
+def _walk(graph: Structure, start: Sequence[int], following: Sequence[Sequence[int]]) -> Iterator[int]:
     """The nodes from these on, nearest first, up to the next matrix."""
     waiting, known = list(start), set(start)
     for k in waiting:

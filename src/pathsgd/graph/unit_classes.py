@@ -21,13 +21,12 @@ from torch import Tensor
 
 from pathsgd.graph import nodes
 from pathsgd.graph.nodes import Conv, Node, Shape, Weight, conv_channels
-from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.regions import ZEROS
-from pathsgd.graph.structure import ParameterStatus
+from pathsgd.graph.structure import ParameterStatus, Structure
 from pathsgd.graph.unit_relations import FIXED as FIXED
 from pathsgd.graph.unit_relations import Relations, Terms
-from pathsgd.graph.unit_ties import UnitTies, compress
-from pathsgd.graph.views import reshaped_axes, view_tensor
+from pathsgd.graph.unit_ties import UnitTies
+from pathsgd.graph.views import compress, reshape_compressed, view_tensor
 
 MOST_PRODUCTS = 1 << 20
 """Beyond so many products of units, as of all places with all others, places are tied."""
@@ -71,10 +70,10 @@ class UnitClasses:
         return self.relations.is_free.nonzero().flatten()
 
 
-_found: weakref.WeakKeyDictionary[PathGraph, UnitClasses] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Structure, UnitClasses] = weakref.WeakKeyDictionary()
 
 
-def unit_classes_of(graph: PathGraph) -> UnitClasses:
+def unit_classes_of(graph: Structure) -> UnitClasses:
     """The classes of ``graph``, found once."""
     if graph not in _found:
         _found[graph] = _Search(graph).run()
@@ -89,7 +88,7 @@ class _Search:
     do not change.
     """
 
-    graph: PathGraph
+    graph: Structure
     ties: UnitTies = field(default_factory=UnitTies)
     ids: list[Tensor] = field(default_factory=list)
     edges: dict[int, EdgeClasses] = field(default_factory=dict)
@@ -194,7 +193,7 @@ class _Search:
             case nodes.Expand():
                 return inputs[0]
             case nodes.Reshape(shape):
-                return reshape_ids(inputs[0], self.graph.nodes[node.inputs[0]].shape, shape)
+                return reshape_compressed(inputs[0], self.graph.nodes[node.inputs[0]].shape, shape)
             case nodes.Slice(dim):
                 ids = inputs[0]
                 return ids if ids.shape[dim] == 1 else view_tensor(node.operation, ids)
@@ -357,18 +356,6 @@ class _Search:
             if all(torch.equal(first, other) for other in rest):
                 found.setdefault(module, first)
         return found
-
-
-def reshape_ids(ids: Tensor, before: Shape, after: Shape) -> Tensor:
-    """Ids of a reshaped value; axes along which they do not change are not expanded."""
-    expanded, target = list(ids.shape), [1] * len(after)
-    for own, others in reshaped_axes(before, after):
-        if any(ids.shape[d] != 1 for d in own):
-            for d in own:
-                expanded[d] = before[d]
-            for d in others:
-                target[d] = after[d]
-    return compress(ids.expand(expanded).reshape(target))
 
 
 def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pathsgd.graph.nodes import Permute, Shape, Stored
 from pathsgd.graph.unit_relations import FIXED, Terms, find_free
-from pathsgd.graph.views import view_tensor
+from pathsgd.graph.views import compress, view_tensor
 
 UNSEEN = -1
 """In place of a unit: no edge is there."""
@@ -149,15 +149,6 @@ class UnitTies:
             self.fix(ids[ids != UNSEEN])
             return torch.full((1,) * ids.dim(), FIXED)
         return self.tie_along(ids, dims)
-
-
-def compress(ids: Tensor) -> Tensor:
-    """``ids`` with size one along every axis on which they do not change."""
-    for dim in range(ids.dim()):
-        first = ids.narrow(dim, 0, 1) if ids.shape[dim] else ids
-        if ids.shape[dim] > 1 and bool((ids == first).all()):
-            ids = first
-    return ids
 
 
 def _join(root: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

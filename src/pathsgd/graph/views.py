@@ -49,6 +49,28 @@ def reshaped_axes(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
         yield range(first, i), range(other, j)
 
 
+def compress(x: Tensor) -> Tensor:
+    """A tensor with size one along every axis on which they do not change."""
+    for dim in range(x.dim()):
+        first = x.narrow(dim, 0, 1) if x.shape[dim] else x
+        if x.shape[dim] > 1 and bool((x == first).all()):
+            x = first
+    return x
+
+
+def reshape_compressed(x: Tensor, before: Shape, after: Shape) -> Tensor:
+    """``x``, which stands for a tensor of shape ``before``, reshaped to ``after``. Axes on which it does not
+    change are not written out, so that the length of a sequence costs nothing."""
+    written, target = list(x.shape), [1] * len(after)
+    for own, others in reshaped_axes(before, after):
+        if any(x.shape[d] != 1 for d in own):
+            for d in own:
+                written[d] = before[d]
+            for d in others:
+                target[d] = after[d]
+    return compress(x.expand(written).reshape(target))
+
+
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:
     """The entries a slice takes, as indices."""
     return torch.arange(start, start + length * step, step, device=x.device)

@@ -18,12 +18,9 @@ COPIES = (
 )  # fmt: skip
 
 # Known not to be: named so that a report can say that it is the mathematics, not a missing rule.
-REPLACEABLE = frozenset((
+NOT_HOMOGENEOUS = frozenset((
     "gelu", "sigmoid", "tanh", "silu", "mish", "elu", "celu", "selu", "softplus", "softsign", "relu6",
     "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "logsigmoid",
-))  # fmt: skip
-"""Activations between layers, in whose place a ReLU can stand."""
-NOT_HOMOGENEOUS = REPLACEABLE | frozenset((
     "log_softmax", "_log_softmax", "softmin", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos",
     "lstm", "gru", "rnn_tanh", "local_response_norm", "linalg_vector_norm", "logsumexp",
     "alpha_dropout", "feature_alpha_dropout",
@@ -41,8 +38,7 @@ def why_it_ends(name: str) -> str:
 def homogeneous(b: Builder, call: Call) -> list[Value]:
     value: Value = call.get("self", "input")
     if isinstance(value, (Weight, Choice)):
-        dropped = "dropout" in call.name
-        raise Ends("a weight under dropout" if dropped else f"a weight computed by {call.name}")
+        raise Ends(f"a weight computed by {call.name}")
     # The second output of native_dropout is its mask, which carries no path.
     return [value]
 

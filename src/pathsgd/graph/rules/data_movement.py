@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,20 +195,6 @@ def write_slice(b: Builder, call: Call) -> Value:
     return b.axis_map(whole, dim, Window("gather", taken, size, index=tuple(index)))
 
 
-@rule("diagonal", moves=True)
-def diagonal(b: Builder, call: Call) -> Value:
-    x = call.paths("self")
-    ndim = len(b.shape(x))
-    rows, columns = call["dim1"] % ndim, call["dim2"] % ndim
-    x = b.permute(x, [*(d for d in range(ndim) if d not in (rows, columns)), rows, columns])
-    *lead, n, m = b.shape(x)
-    first = max(call["offset"], 0) - m * min(call["offset"], 0)
-    index = tuple(first + k * (m + 1) for k in range(call.shape[-1]))
-    return b.axis_map(
-        b.reshape(x, (*lead, n * m)), ndim - 2, Window("gather", n * m, len(index), index=index)
-    )
-
-
 @rule("unfold", moves=True)
 def unfold(b: Builder, call: Call) -> Value:
     """Windows of one axis, the entries of each along a new last axis."""
@@ -235,38 +220,14 @@ def im2col(b: Builder, call: Call) -> Value:
     x = call.paths("self")
     n = len(b.shape(x)) - 2
     for k, dim in enumerate((n, n + 2)):
-        starts, taps = _patches(call, k, b.shape(x)[dim])
-        x = take_windows(b, x, dim, starts, taps)
+        kernel, dilation, padding, stride = (
+            call[name][k % len(call[name])] for name in ("kernel_size", "dilation", "padding", "stride")
+        )
+        reach = dilation * (kernel - 1)
+        starts = range(-padding, b.shape(x)[dim] + padding - reach, stride)
+        x = take_windows(b, x, dim, starts, range(0, reach + 1, dilation))
     # (..., rows, row taps, columns, column taps)
     return b.reshape(b.permute(x, (*range(n), n + 1, n + 3, n, n + 2)), call.shape)
-
-
-@rule("col2im")
-def col2im(b: Builder, call: Call) -> Value:
-    """The sum of patches, each laid where im2col takes it from: one summand for each entry of a patch."""
-    x, sizes = call.paths("self"), call["output_size"]
-    (rows, row_taps), (columns, column_taps) = (_patches(call, k, sizes[k]) for k in (0, 1))
-    lead = call.shape[:-2]
-    n = len(lead)
-    x = b.reshape(x, (*lead, len(row_taps), len(column_taps), len(rows), len(columns)))
-    parts = []
-    for i, j in itertools.product(range(len(row_taps)), range(len(column_taps))):
-        part = b.reshape(b.slice(b.slice(x, n, i, 1), n + 1, j, 1), (*lead, len(rows), len(columns)))
-        for dim, starts, tap in ((n, rows, row_taps[i]), (n + 1, columns, column_taps[j])):
-            places = {start + tap: k for k, start in enumerate(starts)}
-            index = tuple(places.get(k, -1) for k in range(sizes[dim - n]))
-            part = b.axis_map(part, dim, Window("gather", len(starts), len(index), index=index))
-        parts.append(part)
-    return b.add(parts)
-
-
-def _patches(call: Call, axis: int, size: int) -> tuple[range, range]:
-    """Where patches start along an axis, and how far from there their entries are."""
-    kernel, dilation, padding, stride = (
-        call[name][axis % len(call[name])] for name in ("kernel_size", "dilation", "padding", "stride")
-    )
-    reach = dilation * (kernel - 1)
-    return range(-padding, size + padding - reach, stride), range(0, reach + 1, dilation)
 
 
 @rule("tril", "triu", moves=True)

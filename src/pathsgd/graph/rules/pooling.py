@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pathsgd.graph.builder import Builder, Ends, Paths, Value
-from pathsgd.graph.nodes import Reshape, Shape, Stored, Weight, Window, number
+from pathsgd.graph.nodes import Shape, Window, number
 from pathsgd.graph.rules.registry import Call, rule
 
 
@@ -161,7 +161,7 @@ def _source_place(j: int, n: int, mode: str) -> int:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
       "_upsample_nearest_exact3d")  # fmt: skip
 def upsample_nearest(b: Builder, call: Call) -> Value:
-    x = _upsample_input(b, call)
+    x = call.paths("input" if "input" in call.arguments else "self")
     exact = "exact" in call.name
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -170,33 +170,9 @@ def upsample_nearest(b: Builder, call: Call) -> Value:
     return x
 
 
-@rule("upsample_bicubic2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa")
-def upsample_smoothly(b: Builder, call: Call) -> Value:
-    """Each place is a sum over its neighbours, with weights of both signs: as torch computes them."""
-    x = _upsample_input(b, call)
-    operator = getattr(torch.ops.aten, call.name).default
-    for axis, dim in enumerate((2, 3)):
-        n, out = b.shape(x)[dim], call.shape[dim]
-        # One channel for each entry: what it becomes is its column.
-        entries = torch.eye(n, dtype=torch.float64, device="cpu").reshape(1, n, 1, n)
-        resized = operator(entries, [1, out], bool(call["align_corners"]), None, _factor(call, axis))
-        rows = resized[0, :, 0].t()
-        places = [row.nonzero().flatten().tolist() for row in rows]
-        parts = []
-        for k in range(max(map(len, places))):
-            index = tuple(own[k] if k < len(own) else -1 for own in places)
-            weights = tuple(float(row[i]) if i >= 0 else 0.0 for row, i in zip(rows, index, strict=True))
-            shape = (out,) + (1,) * (3 - dim)
-            literal = Stored(shape, literal=weights, views=(Reshape(shape),))
-            moved = b.axis_map(x, dim, Window("gather", n, out, index=index))
-            parts.append(b.multiply(moved, Weight(shape, None, (literal,), "constant")))
-        x = b.add(parts)
-    return x
-
-
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 def upsample_linear(b: Builder, call: Call) -> Value:
-    x = _upsample_input(b, call)
+    x = call.paths("input" if "input" in call.arguments else "self")
     align = bool(call["align_corners"])
     for axis, dim in enumerate(range(2, len(call.shape))):
         n, out = b.shape(x)[dim], call.shape[dim]
@@ -205,13 +181,6 @@ def upsample_linear(b: Builder, call: Call) -> Value:
         ratio = 1 / factor if factor else n / max(out, 1)
         x = b.axis_map(x, dim, Window("resize", n, out, align_corners=align, ratio=ratio))
     return x
-
-
-def _upsample_input(b: Builder, call: Call) -> Paths:
-    """What is resized; a parameter (learned positions) is edges from the constant unit."""
-    name = "input" if "input" in call.arguments else "self"
-    value = call[name]
-    return b.paths(value.as_role("bias")) if isinstance(value, Weight) else call.paths(name)
 
 
 def _nearest_places(size: int, out: int, factor: float | None, exact: bool) -> Shape:
