@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.graph import path_lengths
+from pathsgd.graph import views
 from support import cases
 from support.networks import Transformer, build, dense_gammas
 
@@ -247,7 +247,7 @@ def test_reshaping_without_writing_out(before, after):
     for varying in range(2 ** len(before)):
         sizes = [n if varying >> d & 1 else min(n, 1) for d, n in enumerate(before)]
         x = torch.randint(0, 3, sizes, dtype=torch.int8)
-        found = path_lengths._reshape(x, before, after)
+        found = views.reshape_compressed(x, before, after)
         assert torch.equal(found.expand(after), x.expand(before).reshape(after))
 
 
