@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pathsgd
-from pathsgd.graph import views
+from pathsgd.graph import path_lengths, views
 from support import cases
 from support.networks import Transformer, build, dense_gammas
 

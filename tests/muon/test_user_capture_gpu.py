@@ -43,10 +43,10 @@ def make(network):
     return model, x, BalancedMuon(model, x, lr=torch.tensor(0.01, device="cuda"))
 
 
-def train(kinds, run, captured, monkeypatch):
+# Else cudnn chooses by time, and not the same twice: Newton-Schulz magnifies rounding.
+@torch.backends.cudnn.flags(enabled=True, deterministic=True)
+def train(kinds, run, captured):
     """The weights of models that are trained together, after a warm-up in one graph or without any."""
-    # Else cudnn chooses by time, and not the same twice: Newton-Schulz magnifies rounding.
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     trained = [make(kind) for kind in kinds]
 
     def run_all(run):
@@ -74,8 +74,8 @@ def train(kinds, run, captured, monkeypatch):
     return [p.detach() for model, *_ in trained for p in model.parameters()]
 
 
-def check(kinds, run, monkeypatch):
-    weights, expected = (train(kinds, run, captured, monkeypatch) for captured in (True, False))
+def check(kinds, run):
+    weights, expected = (train(kinds, run, captured) for captured in (True, False))
     for p, q in zip(weights, expected, strict=True):
         assert torch.isfinite(p).all()
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4 * q.abs().max().item())
@@ -83,11 +83,11 @@ def check(kinds, run, monkeypatch):
 
 @pytest.mark.parametrize("run", [once, twice])
 @pytest.mark.parametrize("network", [Mlp, Vgg, SmallResNet, Transformer, Unbalanced])
-def test_the_same_weights(network, run, monkeypatch):
+def test_the_same_weights(network, run):
     """Over several rounds of balancing, which replays count on the device."""
-    check([network], run, monkeypatch)
+    check([network], run)
 
 
-def test_several_models_in_one_graph(monkeypatch):
+def test_several_models_in_one_graph():
     """The launches of one do not lie in memory that those of another are still using."""
-    check([Transformer, Mlp, Transformer], once, monkeypatch)
+    check([Transformer, Mlp, Transformer], once)
