@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from . import __doc__ as about
+from .full_size import measure_full_size
+from .hugging_face import FULL_SIZE
 from .measure import measure
 from .models import BUILDERS
 from .page import print_row, write_page
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if options.write:
-        PAGE.write_text(write_page(rows), encoding="utf-8")
+        PAGE.write_text(write_page(rows, list(map(measure_full_size, FULL_SIZE))), encoding="utf-8")
     return 0
 
 

@@ -332,3 +332,24 @@ VISION: dict[str, Builder] = {
         "poolformer", _image, image, depths=[1, 1, 1, 1], hidden_sizes=[16, 16, 24, 32], num_labels=5
     ),
 }  # fmt: skip
+
+# At full size, as published: only for the meta device.
+FULL_SIZE = {
+    "GPT-2": _model("gpt2", use_cache=False),
+    "Llama-3 8B": _model(
+        "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, use_cache=False,
+    ),
+    "Qwen3 8B": _model(
+        "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, use_cache=False,
+    ),
+    "Gemma-2 9B": _model(
+        "gemma2", hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=256, vocab_size=256000, use_cache=False,
+    ),
+    "Mixtral 8x7B": _model(
+        "mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, num_local_experts=8, vocab_size=32000, use_cache=False,
+    ),
+}  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .full_size import FullSize
 from .measure import STEPS, Row
 from .models import GROUPS
 
@@ -62,13 +63,26 @@ operator. The shares are of all weights; the {NAMED} largest are named.
 """
 
 
-def write_page(rows: Sequence[Row]) -> str:
+FULL_SIZE = """
+## At full size
+
+Decoders as published, on the meta device. *Matrices*: without embeddings and head. What leads into the
+residual stream has one side: nothing can be rescaled between it and the next norm. Seconds are of one core,
+trace and search.
+
+| network | 10^9 weights | one side | matrices: one side | both sides | without any | s |
+|---|---:|---:|---:|---:|---:|---:|
+"""
+
+
+def write_page(rows: Sequence[Row], full_size: Sequence[FullSize] = ()) -> str:
     by_name = {row.name: row for row in rows}
     parts = [_head(rows)]
     for group, builders in GROUPS.items():
         chosen = [by_name[name] for name in builders if name in by_name]
         if chosen:
             parts.append(f"\n## {group}\n\n{_table(chosen)}")
+    parts.append(_full_size(full_size))
     parts.append(_reasons(rows))
     return "".join(parts)
 
@@ -122,6 +136,20 @@ def _table(rows: Sequence[Row]) -> str:
     errors = [row for row in rows if row.error]
     lines += ["", *(f"- {row.name}: {_escape(row.error)}" for row in errors)] if errors else []
     return "\n".join(lines) + "\n"
+
+
+def _full_size(found: Sequence[FullSize]) -> str:
+    rows = []
+    for one in found:
+        total, inner = one.total, one.matrices
+        shares = (
+            total.one_side / total.weights,
+            inner.one_side / inner.weights,
+            inner.both_sides / inner.weights,
+        )
+        cells = [one.name, f"{total.weights / 1e9:.2f}", *map(_percent, shares), str(inner.without)]
+        rows.append(f"| {' | '.join(cells)} | {one.seconds:.1f} |")
+    return FULL_SIZE + "\n".join(rows) + "\n"
 
 
 def _reasons(rows: Sequence[Row]) -> str:

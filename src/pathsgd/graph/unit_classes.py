@@ -359,17 +359,10 @@ class _Search:
 
 
 def conv_ends(conv: Conv, out: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-    """One number per output and per input channel, laid out to broadcast against the weight."""
-    g = conv.groups
+    """One number per output and per input channel, laid out to broadcast against the weight; in groups,
+    against the weight with an axis of groups before its others."""
+    groups = (conv.groups,) if conv.groups > 1 else ()
     taps = (1,) * (len(conv.weight.shape) - 2)
-    if conv.transposed:
-        # weight: (inputs, outputs / groups, *taps)
-        if g == 1:
-            return out.reshape(1, -1, *taps), into.reshape(-1, 1, *taps)
-        head = out.reshape(g, 1, -1).expand(g, into.numel() // g, -1)
-        return head.reshape(into.numel(), -1, *taps), into.reshape(-1, 1, *taps)
-    head = out.reshape(-1, 1, *taps)
-    if g == 1:
-        return head, into.reshape(1, -1, *taps)
-    tail = into.reshape(g, 1, -1).expand(g, out.numel() // g, -1)
-    return head, tail.reshape(out.numel(), -1, *taps)
+    rows, columns = (into, out) if conv.transposed else (out, into)
+    by_row, by_column = rows.reshape(*groups, -1, 1, *taps), columns.reshape(*groups, 1, -1, *taps)
+    return (by_column, by_row) if conv.transposed else (by_row, by_column)

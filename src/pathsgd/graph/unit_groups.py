@@ -60,8 +60,8 @@ class Part:
             return edge.tail.expand(1, self.operation.weight.shape[1])
         shape = self.operation.weight.shape
         if isinstance(self.operation, Conv) and not self.operation.transposed:
-            return self._spread(edge.tail.expand(shape).flatten(1))
-        return self._spread(self._by_unit(edge.tail.expand(shape)))
+            return self._spread(_lay_out(edge.tail, shape).flatten(1))
+        return self._spread(self._by_unit(_lay_out(edge.tail, shape)))
 
     def heads(self, units: UnitClasses) -> Tensor:
         """The class of every unit of the group."""
@@ -71,7 +71,7 @@ class Part:
         if isinstance(self.operation, Linear):
             head = edge.head.expand(self.operation.weight.shape[0], 1)
         else:
-            head = self._by_unit(edge.head.expand(self.operation.weight.shape))[:, :1]
+            head = self._by_unit(_lay_out(edge.head, self.operation.weight.shape))[:, :1]
         return self._spread(head).flatten()
 
     def _uncovered(self, units: UnitClasses) -> Tensor | None:
@@ -94,6 +94,13 @@ class Part:
         """Rows repeated where the group has more units than this part has rows."""
         index = self.row_of_unit()
         return rows if index is None else rows[index.to(rows.device)]
+
+
+def _lay_out(ids: Tensor, shape: Shape) -> Tensor:
+    """Classes by entry of a weight of that shape; those of a convolution in groups have an axis of groups."""
+    if ids.dim() > len(shape):
+        return ids.expand(len(ids), shape[0] // len(ids), *shape[1:]).reshape(shape)
+    return ids.expand(shape)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Permute, Shape, Stored
+from pathsgd.graph.nodes import Expand, Permute, Reshape, Shape, Slice, Stored, View
 from pathsgd.graph.unit_relations import FIXED, Terms, find_free
-from pathsgd.graph.views import compress, view_tensor
+from pathsgd.graph.views import compress, embed, reshape_compressed, view_shape
 
 UNSEEN = -1
 """In place of a unit: no edge is there."""
@@ -81,7 +82,11 @@ class UnitTies:
         if not self._triples:
             return torch.empty(3, 0, dtype=torch.int64)
         out, a, b = root[torch.cat(self._triples, 1)]
-        triples = torch.stack([out, torch.minimum(a, b), torch.maximum(a, b)]).unique(dim=1)
+        a, b = torch.minimum(a, b), torch.maximum(a, b)
+        pairs, number = (out * self.count + a).unique(return_inverse=True)  # faster than unique(dim=1)
+        unique = (number * self.count + b).unique()
+        pairs = pairs[unique // self.count]
+        triples = torch.stack([pairs // self.count, pairs % self.count, unique % self.count])
         is_tie = (triples[1] == FIXED) & (triples[0] == triples[2])
         return triples[:, ~is_tie]
 
@@ -102,27 +107,39 @@ class UnitTies:
 
     def to_parameter(self, stored: Stored, edges: Shape, ids: Tensor, shape: Shape) -> Tensor:
         """Ids on a weight's entries, as ids on the entries of its parameter; UNSEEN where it has none."""
-        # An entry of the parameter that is broadcast over several edges ties them together.
-        extra = len(edges) - len(stored.shape)
-        ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
-        repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
-        ids = self.tie_along(ids, repeated)
-        ids = ids.reshape(ids.shape[extra:])
-        if not stored.views:
-            return ids
-        permutes = [view for view in stored.views if isinstance(view, Permute)]
-        if len(permutes) == len(stored.views):
-            for permute in reversed(permutes):
-                ids = ids.permute([permute.dims.index(d) for d in range(ids.dim())])
-            return ids
-        index = torch.arange(math.prod(shape)).reshape(shape)
-        for view in stored.views:
-            index = view_tensor(view, index)
-        places, values = index.flatten(), ids.expand(index.shape).flatten()
-        result = torch.full((math.prod(shape),), UNSEEN)
-        result[places] = values
-        self.tie(values, result[places])
-        return compress(result.reshape(shape))
+        views = list(stored.views)
+        if ids.dim() > len(edges):  # of a convolution in groups
+            views.append(Reshape((len(ids), edges[0] // len(ids), *edges[1:])))
+        else:
+            # An entry of the parameter that is broadcast over several edges ties them together.
+            extra = len(edges) - len(stored.shape)
+            ids = ids.reshape((1,) * (len(edges) - ids.dim()) + tuple(ids.shape))
+            repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
+            ids = self.tie_along(ids, repeated)
+            ids = ids.reshape(ids.shape[extra:])
+        # Of several reshapes the last counts; the others may have axes along which nothing is uniform.
+        pairs = itertools.pairwise([*views, None])
+        views = [a for a, b in pairs if a is not None and not (type(a) is type(b) is Reshape)]
+        shapes = [shape]
+        for view in views:
+            shapes.append(view_shape(view, shapes[-1]))
+        for view, before, seen in reversed(list(zip(views, shapes, shapes[1:], strict=False))):
+            ids = self._undo_view(view, ids, before, seen)
+        return compress(ids)
+
+    def _undo_view(self, view: View, ids: Tensor, before: Shape, after: Shape) -> Tensor:
+        match view:
+            case Reshape():
+                return reshape_compressed(ids, after, before)
+            case Permute(dims):
+                return ids.permute([dims.index(d) for d in range(len(dims))])
+            case Expand():
+                return self.tie_along(ids, [d for d, n in enumerate(before) if n == 1])
+            case Slice(dim, start, length, step):
+                wide = ids.expand([length if d == dim else n for d, n in enumerate(ids.shape)])
+                return embed(wide, dim, start, before[dim], step, UNSEEN)
+            case _:
+                raise AssertionError("an adjoint in a traced graph")
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         """The ids of both: where both are seen they become one class."""
