@@ -159,7 +159,7 @@ def make_network(seed: int) -> PlantedNetwork:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()  # zeros, if all units are dead
 
 
 @torch.no_grad()
