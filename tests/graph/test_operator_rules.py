@@ -115,7 +115,6 @@ COUNTED = {
     "cummax": (lambda n, x, h: h.cummax(1).values, lambda h: h.cumsum(1)),
     "where": (lambda n, x, h: torch.where(x[..., :1] > 0, torch.where(x[..., 1:2] > 0, h, 0), -h.flip(1)),
               lambda h: h + h.flip(1)),
-    "only a sign": (lambda n, x, h: torch.copysign(h, n.spare(x.repeat(1, 1, 2))), lambda h: h),
     "std": (lambda n, x, h: h.std(1, keepdim=True), lambda h: h.mean(1, keepdim=True)),
 }  # fmt: skip
 """Operators whose entries depend on the input, each with the matrix that they count as."""

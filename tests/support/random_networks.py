@@ -155,7 +155,13 @@ def make_network(seed: int) -> PlantedNetwork:
             for name, buffer in model.named_buffers():
                 if "running" in name:
                     buffer.copy_(torch.rand_like(buffer) + 0.3)
-        return PlantedNetwork(model, model.example(), model.find_rescalings())
+        # Where nothing is divided, as before F.normalize, a scale has no influence: that is no rescaling.
+        planted = [
+            rescaling
+            for rescaling in model.find_rescalings()
+            if len({power > 0 for *_, power in rescaling.entries}) == 2
+        ]
+        return PlantedNetwork(model, model.example(), planted)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

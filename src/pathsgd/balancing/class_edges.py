@@ -224,14 +224,9 @@ def cut_rows(
     if not 1 < len(starts) <= MOST_PIECES or shards_of(tensor):
         return [(tensor, edge, units)]
     pieces = [slice(*ends) for ends in itertools.pairwise([*sorted(starts), len(tensor)])]
-    return [
-        (
-            tensor[rows],
-            EdgeClasses(at_rows(edge.head, rows), at_rows(edge.tail, rows)),
-            None if units is None else at_rows(units, rows),
-        )
-        for rows in pieces
-    ]
+    heads, tails = ([at_rows(ids, rows) for rows in pieces] for ids in (edge.head, edge.tail))
+    own = [None if units is None else at_rows(units, rows) for rows in pieces]
+    return list(zip([tensor[rows] for rows in pieces], map(EdgeClasses, heads, tails), own, strict=True))
 
 
 def join_edges(parts: list[Edges]) -> Edges:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pathsgd.graph import nodes
-from pathsgd.graph.nodes import Node, Shape, View, Weighted
-from pathsgd.graph.views import compress, embed, reshape_compressed, view_shape, view_tensor
+from pathsgd.graph.nodes import Node, Shape, Weighted
+from pathsgd.graph.views import compress, reshape_compressed, undo_view, view_shape, view_tensor
 
 MANY = 2
 """Longer paths count as this long."""
@@ -132,23 +132,7 @@ def _leave(node: Node, y: Tensor, before: list[Shape]) -> list[Tensor]:
                 return [y] * len(before)
             return [compress(part) for part in y.split([shape[dim] for shape in before], dim)]
         case _:
-            return [_undo_view(operation, y, before[0], node.shape)]
-
-
-def _undo_view(view: View, y: Tensor, before: Shape, after: Shape) -> Tensor:
-    """Each entry gets the largest of what it is seen as; 0 where it is not seen."""
-    match view:
-        case nodes.Reshape():
-            return reshape_compressed(y, after, before)
-        case nodes.Permute(dims):
-            return y.permute(*(dims.index(d) for d in range(len(dims))))
-        case nodes.Expand():
-            return _largest(y, [d for d, n in enumerate(before) if n == 1])
-        case nodes.Slice(dim, start, length, step):
-            wide = y.expand([length if d == dim else n for d, n in enumerate(y.shape)])
-            return compress(embed(wide, dim, start, before[dim], step, 0))
-        case nodes.Embed():
-            raise AssertionError("an adjoint in a traced graph")
+            return [undo_view(operation, y, before[0], node.shape, _largest, 0)]
 
 
 def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor:
@@ -171,7 +155,7 @@ def _to_parameter(operation: Weighted, of_units: Tensor, shape: Shape) -> Tensor
     for view in weight.parameter.views:
         shapes.append(view_shape(view, shapes[-1]))
     for k, view in reversed(list(enumerate(weight.parameter.views))):
-        entries = _undo_view(view, entries, shapes[k], shapes[k + 1])
+        entries = undo_view(view, entries, shapes[k], shapes[k + 1], _largest, 0)
     return entries
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Expand, Permute, Reshape, Shape, Slice, Stored, View
+from pathsgd.graph.nodes import Reshape, Shape, Stored
 from pathsgd.graph.unit_relations import FIXED, Terms, find_free
-from pathsgd.graph.views import compress, embed, reshape_compressed, view_shape
+from pathsgd.graph.views import compress, undo_view, view_shape
 
 UNSEEN = -1
 """In place of a unit: no edge is there."""
@@ -109,6 +108,8 @@ class UnitTies:
         """Ids on a weight's entries, as ids on the entries of its parameter; UNSEEN where it has none."""
         views = list(stored.views)
         if ids.dim() > len(edges):  # of a convolution in groups
+            if views and isinstance(views[-1], Reshape):
+                views.pop()  # along its axes nothing may be uniform
             views.append(Reshape((len(ids), edges[0] // len(ids), *edges[1:])))
         else:
             # An entry of the parameter that is broadcast over several edges ties them together.
@@ -117,29 +118,12 @@ class UnitTies:
             repeated = [d for d in range(len(edges)) if d < extra or stored.shape[d - extra] == 1]
             ids = self.tie_along(ids, repeated)
             ids = ids.reshape(ids.shape[extra:])
-        # Of several reshapes the last counts; the others may have axes along which nothing is uniform.
-        pairs = itertools.pairwise([*views, None])
-        views = [a for a, b in pairs if a is not None and not (type(a) is type(b) is Reshape)]
         shapes = [shape]
         for view in views:
             shapes.append(view_shape(view, shapes[-1]))
         for view, before, seen in reversed(list(zip(views, shapes, shapes[1:], strict=False))):
-            ids = self._undo_view(view, ids, before, seen)
-        return compress(ids)
-
-    def _undo_view(self, view: View, ids: Tensor, before: Shape, after: Shape) -> Tensor:
-        match view:
-            case Reshape():
-                return reshape_compressed(ids, after, before)
-            case Permute(dims):
-                return ids.permute([dims.index(d) for d in range(len(dims))])
-            case Expand():
-                return self.tie_along(ids, [d for d, n in enumerate(before) if n == 1])
-            case Slice(dim, start, length, step):
-                wide = ids.expand([length if d == dim else n for d, n in enumerate(ids.shape)])
-                return embed(wide, dim, start, before[dim], step, UNSEEN)
-            case _:
-                raise AssertionError("an adjoint in a traced graph")
+            ids = undo_view(view, ids, before, seen, self.tie_along, UNSEEN)
+        return ids
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         """The ids of both: where both are seen they become one class."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Shape, Slice
+from pathsgd.graph.nodes import Embed, Expand, Operation, Permute, Reshape, Shape, Slice, View
 
 
 def view_tensor(operation: Operation, x: Tensor) -> Tensor:
@@ -69,6 +69,30 @@ def reshape_compressed(x: Tensor, before: Shape, after: Shape) -> Tensor:
             for d in others:
                 target[d] = after[d]
     return compress(x.expand(written).reshape(target))
+
+
+def undo_view(
+    view: View,
+    x: Tensor,
+    before: Shape,
+    after: Shape,
+    join: Callable[[Tensor, list[int]], Tensor],
+    fill: int,
+) -> Tensor:
+    """``x``, which stands for a view, as it stands for what is seen. ``join`` makes one of what is seen
+    several times, along these axes; ``fill`` stands where nothing is."""
+    match view:
+        case Reshape():
+            return reshape_compressed(x, after, before)
+        case Permute(dims):
+            return x.permute([dims.index(d) for d in range(len(dims))])
+        case Expand():
+            return join(x, [d for d, n in enumerate(before) if n == 1])
+        case Slice(dim, start, length, step):
+            wide = x.expand([length if d == dim else n for d, n in enumerate(x.shape)])
+            return compress(embed(wide, dim, start, before[dim], step, fill))
+        case Embed():
+            raise AssertionError("an adjoint in a traced graph")
 
 
 def places(start: int, length: int, step: int, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pathsgd._torch import Version, foreach, is_capturing
+from pathsgd._torch import Version, is_capturing
 from pathsgd.balancing.balance import check_finite, find_balancing_factors, find_exact
 from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.balancing.equivalence import Changes, agree, join_changes, read_factors
@@ -159,17 +159,17 @@ class Upkeep:
             self._balance(state=not self.sharded)
 
     @contextlib.contextmanager
-    def whole_gains(self, *names: str) -> Iterator[None]:
-        """In it gains that are stored without their 1 have it, all or those of these names."""
-        shifts = {n: x for n, x in self.units.shifts.items() if n in self.owned and (n in names or not names)}
+    def whole_gains(self) -> Iterator[None]:
+        """In it gains that are stored without their 1 have it."""
+        shifts = {name: shift for name, shift in self.units.shifts.items() if name in self.owned}
         gains = [local_part(self.owned[name]).detach() for name in shifts]
-        if gains:
-            foreach("add_", gains, list(shifts.values()))
+        for gain, shift in zip(gains, shifts.values(), strict=True):
+            gain.add_(shift)
         try:
             yield
         finally:
-            if gains:
-                foreach("sub_", gains, list(shifts.values()))
+            for gain, shift in zip(gains, shifts.values(), strict=True):
+                gain.sub_(shift)
 
     def do_round(self) -> None:
         """Counts a step that was taken, and does a round if it is time."""
@@ -225,10 +225,11 @@ class Upkeep:
 
     def _scale(self, factors: ClassFactors, state: bool) -> None:
         """Multiplies weights by factors, and gradients by their inverse; and the state, if it is told to."""
+        with self.whole_gains():
+            for name, p in self.parameters.items():
+                factors.scale_(p, self.units.parameters[name])
         for name, p in self.parameters.items():
             edge = self.units.parameters[name]
-            with self.whole_gains(name):
-                factors.scale_(p, edge)
             if p.grad is not None:
                 factors.power(-1).scale_(p.grad, edge)
             for key, power in POWERS.items() if state else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
@@ -161,10 +162,21 @@ def einsum(b: Builder, call: Call) -> Value:
     axes, target = _read_equation(call["equation"], [len(b.shape(value)) for value in values])
     if any(len(set(own)) < len(own) for own in axes):
         raise Ends("einsum along a diagonal")
-    if len(values) == 2:
-        return contract(b, call, tuple(values), (axes[0], axes[1]), target)
-    if len(values) > 2 or not isinstance(values[0], Paths):
-        raise Ends("einsum of more than two values" if len(values) > 2 else "einsum of a weight")
+    if len(values) > 1:
+        sizes = {
+            k: n for v, own in zip(values, axes, strict=True) for k, n in zip(own, b.shape(v), strict=True)
+        }
+        left, letters = values[0], axes[0]
+        for n in range(1, len(values)):  # one after the other
+            needed = {*target, *"".join(axes[n + 1 :])}
+            kept = [k for k in dict.fromkeys(letters + axes[n]) if k in needed]
+            last = n == len(values) - 1
+            joined = target if last else "".join(kept)
+            part = replace(call, shape=call.shape if last else tuple(sizes[k] for k in kept))
+            left, letters = contract(b, part, (left, values[n]), (letters, axes[n]), joined), joined
+        return left
+    if not isinstance(values[0], Paths):
+        raise Ends("einsum of a weight")
     x, (own,) = values[0], axes
     summed = [d for d, letter in enumerate(own) if letter not in target]
     x = b.reduce(x, summed) if summed else x

@@ -236,14 +236,6 @@ def sign(b: Builder, call: Call) -> Value:
     return b.begin(call.shape, call.name, [call.paths("self")], pointwise=True)
 
 
-@rule("copysign")
-def copysign(b: Builder, call: Call) -> Value:
-    """The size of the first with the sign of the second: no rescaling changes a sign."""
-    if isinstance(call["other"], Paths) or call["other"] is None:
-        return b.expand(call.paths("self"), call.shape)
-    raise Ends("copysign from a value that is no activation")
-
-
 @rule("where")
 def where(b: Builder, call: Call) -> Value:
     return join(b, call, [call["self"], call["other"]])
