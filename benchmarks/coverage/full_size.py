@@ -11,8 +11,7 @@ from torch import nn
 import pathsgd
 
 # Private: the table counts what `print(graph)` does.
-from pathsgd.graph.protection import has_symmetry
-from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 
 from .hugging_face import FULL_SIZE
 
@@ -54,10 +53,23 @@ def measure_full_size(name: str) -> FullSize:
     ends.add(id(model.get_output_embeddings().weight))
     total, inner = Counts(), Counts()
     for parameter_name, p in model.named_parameters():
-        head, tail = has_symmetry(tuple(p.shape), units, parameter_name)
-        counts = Counts(p.numel(), int((head | tail).sum()), int((head & tail).sum()))
-        counts.without = int(counts.one_side == 0)
+        counts = _count(units, parameter_name, p.numel())
         total.add(counts)
         if p.dim() > 1 and id(p) not in ends:
             inner.add(counts)
     return FullSize(name, seconds, total, inner)
+
+
+def _count(units: UnitClasses, name: str, weights: int) -> Counts:
+    """Of one parameter, without writing out its entries where rows and columns tell all."""
+    if name not in units.parameters:
+        return Counts(weights, without=1)
+    edge = units.parameters[name]
+    head, tail = edge.head != FIXED, edge.tail != FIXED
+    if all(1 in sizes for sizes in zip(head.shape, tail.shape, strict=True)):
+        by_head, by_tail = float(head.double().mean()), float(tail.double().mean())
+        both = by_head * by_tail
+        one = by_head + by_tail - both
+    else:
+        one, both = (float(found.double().mean()) for found in (head | tail, head & tail))
+    return Counts(weights, round(weights * one), round(weights * both), int(not one))

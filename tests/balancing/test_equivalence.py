@@ -83,7 +83,7 @@ def test_factors_are_read_as_equations_are_solved(network, zeros):
     assert agree(factors, changes, 1e-12)
 
     used = changes.before != 0
-    heads, tails, before, after = (x[used] for x in changes)
+    heads, tails, before, after, _ = (x[used] for x in changes)
     rows, one = torch.arange(len(heads)), torch.ones((), dtype=torch.float64)
     equations = torch.zeros(len(heads), units.count, dtype=torch.float64)
     equations.index_put_((rows, heads), one, accumulate=True)
@@ -107,7 +107,8 @@ def test_no_factors_are_read_off_other_weights():
     """Two weights, into a unit and out of it."""
     relations = Relations(2, join_terms([]))
     ends, values = torch.tensor([[1, 0], [0, 1]]), torch.tensor([[2.0, 3.0], [4.0, 1.5]])
-    changes, held = Changes(*ends, *values.double()), torch.tensor([True, False])
+    changes = Changes(*ends, *values.double(), torch.zeros(2))
+    held = torch.tensor([True, False])
     factors = read_factors(changes, relations, held)
     assert (factors.mantissa * factors.exponent.exp2()).tolist() == [1, 2]
     assert agree(factors, changes, 1e-12)

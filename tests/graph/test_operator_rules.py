@@ -75,7 +75,6 @@ MATRICES = {
     ),
     "cumsum": lambda n, x, h: h.cumsum(1),
     "pieces": lambda n, x, h: torch.hstack(torch.tensor_split(torch.vstack([h, h]), 3, 1)[::-1]),
-    "lerp": lambda n, x, h: h.lerp(h.flip(1), 0.3),
     "nan_to_num": lambda n, x, h: h.nan_to_num() + h.new_full((UNITS,), 0.0),
 }  # fmt: skip
 """Operators that are one fixed matrix on the units."""

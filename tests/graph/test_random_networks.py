@@ -21,7 +21,7 @@ WITHOUT_A_RULE = {
     "F.embedding", "cube", "gather", "index_select", "take_along_dim", "index_add", "masked_fill",
     "norm over time", "x y / |x|", "rotate", "tensordot", "vmap", "sign", "abs to the 1.5", "roll over time",
     "square root of abs", "root of the square", "square over itself", "fft", "filter", "median", "lp_pool2d",
-    "interpolate bicubic", "unfold and fold",
+    "interpolate bicubic", "unfold and fold", "lerp",
 }  # fmt: skip
 
 

@@ -57,6 +57,26 @@ def test_a_gain_without_its_one_is_rescaled_with_it():
     assert (model(x) - before).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gain_that_has_lost_digits_is_recognised(dtype):
+    """A thousandth of 1 + weight has three digits less than weight has."""
+    model, x = build(StoredWithoutOne)
+    model, x = model.to(dtype), x.to(dtype)
+    graph = pathsgd.trace(model, x)
+    optimizer = pathsgd.BalancedMuon(model, graph)
+    train(model, optimizer, x, 2)
+    before = copy.deepcopy(model)
+    pathsgd.rescale(model, graph, {("gain", 1): 1e-3})
+    assert pathsgd.rescaling_equivalent(before, model, graph)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, x, 1)  # undoes it
+    digits = 1e4 * torch.finfo(dtype).eps
+    assert torch.allclose(model.gain, before.gain, rtol=0, atol=digits)
+    with torch.no_grad():
+        model.gain[1] += 0.01
+    assert not pathsgd.rescaling_equivalent(before, model, graph)
+
+
 def test_mu_counts_a_gain_with_its_one():
     model, x = build(StoredWithoutOne)
     graph = pathsgd.trace(model, x)

@@ -19,10 +19,8 @@ def test_the_report_reads_as_a_table():
     model, x = build(Transformer)
     report = str(pathsgd.trace(model, x))
     lines = report.splitlines()
-    assert lines[0].startswith("PathGraph of Transformer: ")
-    assert lines[1].startswith(
-        "48 units can be rescaled; 93% of the weights lead into or out of one, not the"
-    )
+    assert lines[0].startswith("PathGraph of Transformer: 48 units can be rescaled; 93% of the weights lead")
+    assert lines[1].startswith("On paths, for PathSGD: ")
     assert lines[2].split() == ["parameter", "shape", "role", "region", "path-normalised"]
     rows = {line.split()[0]: line for line in lines[4:] if line.split()}
     assert rows["layer.linear1.weight"].split()[1:5] == ["16x8", "weight", "0", "yes"]

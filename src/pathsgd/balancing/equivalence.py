@@ -92,7 +92,10 @@ def rescaling_equivalent(
     a, b = add_shifts(a, units.shifts), add_shifts(b, units.shifts)
     fixed = torch.zeros(units.count, dtype=torch.bool)
     fixed[FIXED] = True
-    changes = {name: _compare(edge, a[name], b[name]) for name, edge in units.parameters.items()}
+    changes = {
+        name: _compare(edge, a[name], b[name], abs(units.shifts.get(name, 0)))
+        for name, edge in units.parameters.items()
+    }
     factors = read_factors(join_changes(list(changes.values())), units.relations, fixed)
     for name, edge in units.parameters.items():
         if factors is None:  # it is where signs or zeros have changed
@@ -101,7 +104,8 @@ def rescaling_equivalent(
             bound = rtol if rtol is not None else 64 * torch.finfo(a[name].dtype).eps
             expected = a[name].to(torch.float64, copy=True)
             factors.scale_(expected, edge)
-            differs = bool(((expected - b[name].double()).abs() > bound * b[name].double().abs()).any())
+            size = b[name].double().abs().clamp(min=abs(units.shifts.get(name, 0)))
+            differs = bool(((expected - b[name].double()).abs() > bound * size).any())
         if differs:
             return Equivalence(False, reason=f"no factors turn {name!r} of one into the other's")
     assert factors is not None
@@ -115,15 +119,18 @@ class Changes(NamedTuple):
     tails: Tensor
     before: Tensor
     after: Tensor
+    shifts: Tensor
+    """What the network adds to an entry, as 1 to a gain: before and after have digits relative to that."""
 
 
 def join_changes(parts: Sequence[Changes]) -> Changes:
     return Changes(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def _compare(edge: EdgeClasses, a: Tensor, b: Tensor) -> Changes:
+def _compare(edge: EdgeClasses, a: Tensor, b: Tensor, shift: float = 0.0) -> Changes:
     head, tail = (ids.expand(a.shape).flatten() for ids in (edge.head, edge.tail))
-    return Changes(head, tail, a.flatten().cpu().double(), b.flatten().cpu().double())
+    before, after = (x.flatten().cpu().double() for x in (a, b))
+    return Changes(head, tail, before, after, torch.full_like(before, shift))
 
 
 def read_factors(changes: Changes, relations: Relations, held: Tensor) -> ClassFactors | None:
@@ -131,7 +138,7 @@ def read_factors(changes: Changes, relations: Relations, held: Tensor) -> ClassF
     leads from or to a class which is known already: at first those that are held. None if signs or zeros have
     changed, or if there is nan or inf.
     """
-    heads, tails, before, after = changes
+    heads, tails, before, after, shifts = changes
     if bool((before.sign() != after.sign()).any()) or not bool(torch.isfinite(before - after).all()):
         return None
     usable = before != 0
@@ -140,9 +147,11 @@ def read_factors(changes: Changes, relations: Relations, held: Tensor) -> ClassF
         torch.ones(len(held), dtype=torch.float64), torch.zeros(len(held), dtype=torch.int64)
     )
     known = relations.hold(held)
+    exact = usable & (shifts == 0)  # the others only where these do not lead
+    ways = [(among, *ends) for among in (exact, usable) for ends in ((heads, tails), (tails, heads))]
     while not bool(known.all()):
-        for targets, sources in ((heads, tails), (tails, heads)):
-            reached = usable & known[sources] & ~known[targets]
+        for among, targets, sources in ways:
+            reached = among & known[sources] & ~known[targets]
             wanted = torch.zeros_like(known)
             wanted[targets[reached]] = True
             last = relations.find_last(wanted, known)
@@ -181,9 +190,10 @@ def _take_root(products: ClassFactors, factors: ClassFactors, last: Terms) -> Cl
 
 def agree(factors: ClassFactors, changes: Changes, tolerance: float) -> bool:
     """Whether these factors take all entries from before to after."""
-    heads, tails, before, after = changes
+    heads, tails, before, after, shifts = changes
     log = factors.mantissa.log2() + factors.exponent
     change = torch.where(before != 0, (after / torch.where(before != 0, before, 1)).log2(), 0)
     expected = torch.where(before != 0, log[heads] - log[tails], 0)
-    scale = 1 + log.abs().max()
-    return bool(((change - expected).abs() <= tolerance * scale).all())
+    rounding = tolerance * (1 + log.abs().max())
+    is_near = (before * expected.exp2() - after).abs() <= rounding * shifts
+    return bool((((change - expected).abs() <= rounding) | is_near).all())

@@ -288,7 +288,7 @@ class _Solver:
             if float(((weight - weight.max()).exp() * (gap / 2).tanh()) @ corrected) > 0:  # downwards
                 step = corrected
             t = past.extrapolate(t, step)
-        raise PathError(f"balance did not converge: arriving and leaving weights still differ by {size:.1e}")
+        raise PathError(f"balance did not converge: weights into and out of units still differ by {size:.1e}")
 
     def _find_sides(self, flow: _Flow) -> tuple[Tensor, Tensor]:
         """log of what shrinks with the factor of a free class, and of what grows with it."""

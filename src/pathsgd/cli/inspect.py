@@ -17,7 +17,7 @@ Prints a model as the library sees it. The model is not changed.
 the graph    what pathsgd.trace finds: which parameters lie on paths and which fall back to gamma = 1,
              and where and why a region of paths ends
 log phi_p    the natural logarithm of the path norm, finite at any depth; one for each region. Rescaling
-             does not change it
+             inside a region does not change it
 mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance(q=inf). Their
              ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
              norm

@@ -66,7 +66,7 @@ def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tupl
     parameters = describe_parameters(model, builder, regions, names.parameters)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
-        tuple(builder.notes), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
+        tuple(dict.fromkeys(builder.notes)), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
         frozenset(builder.passed - builder.stopped - set(returned)),
     )  # fmt: skip
 

@@ -237,10 +237,12 @@ class _Search:
     def notes(self, reason: str, unread: list[str]) -> list[str]:
         whole = f"it could not be traced as a whole ({_first_sentence(reason)}); traced, in eval mode, were"
         notes = [f"{whole} {_list(list(dict.fromkeys(self.parts.values())))}"]
+        known = {*self.parts.values(), *(self.module_names.get(module, "") for module, _ in self.refused)}
         left = {
             name: why
             for (module, _), why in self.refused.items()
-            if (name := self.module_names.get(module)) and any(True for _ in module.parameters(recurse=False))
+            if (name := self.module_names.get(module))
+            if [*module.parameters(recurse=False)] or not any(n.startswith(f"{name}.") for n in known)
         }
         notes += [f"not traced: {name}: {_first_sentence(why)}" for name, why in list(left.items())[:NAMED]]
         if len(left) > NAMED:
@@ -276,7 +278,7 @@ def _list(names: list[str]) -> str:
 
 
 def _first_sentence(reason: str) -> str:
-    return reason.splitlines()[0].partition(" (")[0]
+    return reason.splitlines()[0].partition(" (its control flow")[0].partition(" (check that")[0]
 
 
 def guess_roles(model: nn.Module) -> dict[str, tuple[str, ...]]:

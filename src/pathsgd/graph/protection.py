@@ -29,10 +29,11 @@ def describe_protection(graph: Structure) -> str:
     share = 1 - causes.total() / max(total, 1)
     count = f"{len(units.free):,} unit{'s' * (len(units.free) != 1)}"
     head = f"{count} can be rescaled; {share:.0%} of the weights lead into or out of one"
-    if not causes:
+    large = [(cause, n / total) for cause, n in causes.most_common() if 200 * n >= total]
+    if not large:
         return f"{head}."
-    named = [f"{cause} ({n / total:.0%})" for cause, n in causes.most_common(NAMED)]
-    return f"{head}, not the others: {', '.join(named)}{', ...' * (len(causes) > NAMED)}."
+    named = [f"{cause.removeprefix('outside: ')} ({share:.0%})" for cause, share in large[:NAMED]]
+    return f"{head}, not the others: {', '.join(named)}{', ...' * (len(large) > NAMED)}."
 
 
 def find_causes(graph: Structure, units: UnitClasses) -> tuple[Counter[str], Counter[str]]:

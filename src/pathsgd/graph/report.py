@@ -38,7 +38,8 @@ def report(graph: Structure, protection: str) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * max(map(len, lines)))
-    lines = [summarize(graph), protection, *lines]
+    head, _, on_paths = summarize(graph).partition(": ")
+    lines = [f"{head}: {protection}", f"On paths, for PathSGD: {on_paths}", *lines]
     ends = _inner_ends(graph, shown)
     if ends:
         lines += ["", "Regions end where the network is not positively homogeneous:"]

@@ -165,7 +165,11 @@ class _Search:
         ndim = len(node.shape)
         match node.operation:
             case nodes.Begin(products=products):
-                return self.product(products, self.graph.begins[k]) if products else self.fixed(ndim)
+                return (
+                    self.product(products, self.graph.begins[k])
+                    if products
+                    else torch.full((1,) * ndim, FIXED)
+                )
             case nodes.Source(weight):
                 return self.source(k, weight, ndim)
             case nodes.Linear(weight):
@@ -213,9 +217,6 @@ class _Search:
             self.edges[k] = EdgeClasses(head, tail)
         return out
 
-    def fixed(self, ndim: int) -> Tensor:
-        return torch.full((1,) * ndim, FIXED)
-
     def product(self, products: str, sources: tuple[int, ...]) -> Tensor:
         """The units of sums of products: all that are added up have one factor. Letters name axes, as for
         einsum."""
@@ -254,7 +255,7 @@ class _Search:
     def source(self, k: int, weight: Weight, ndim: int) -> Tensor:
         layout = (1,) * (ndim - len(weight.shape)) + weight.shape
         if weight.parameter is None:
-            return self.fixed(ndim)
+            return torch.full((1,) * ndim, FIXED)
         ids = self.ties.fresh(layout)
         if self.outside(weight):
             self.ties.fix(ids)

@@ -127,9 +127,7 @@ class UnitTies:
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         """The ids of both: where both are seen they become one class."""
-        if bool((a != UNSEEN).all()):
-            a, b = b, a
-        if bool((a != UNSEEN).all()):
+        if bool((a != UNSEEN).all() & (b != UNSEEN).all()):
             self.tie(a, b)
             return a
         a, b = torch.broadcast_tensors(a, b)

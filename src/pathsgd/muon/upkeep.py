@@ -332,7 +332,8 @@ class Upkeep:
         index, value = (self._references[name][key] for key in REFERENCE)
         head, tail = (ids.expand(p.shape).reshape(-1)[index.cpu()] for ids in self._ends(name))
         now, shift = p.detach().reshape(-1)[index], self.units.shifts.get(name, 0)
-        return Changes(head, tail, value.cpu().double() + shift, now.cpu().double() + shift)
+        before, after = (x.cpu().double() + shift for x in (value, now))
+        return Changes(head, tail, before, after, torch.full_like(before, abs(shift)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_versions": None, "_round": None, "_gather": None}

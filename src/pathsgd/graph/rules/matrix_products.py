@@ -163,18 +163,17 @@ def einsum(b: Builder, call: Call) -> Value:
     if any(len(set(own)) < len(own) for own in axes):
         raise Ends("einsum along a diagonal")
     if len(values) > 1:
-        sizes = {
-            k: n for v, own in zip(values, axes, strict=True) for k, n in zip(own, b.shape(v), strict=True)
-        }
-        left, letters = values[0], axes[0]
+        sizes: dict[str, int] = {}
+        for value, own in zip(values, axes, strict=True):
+            sizes |= {k: max(n, sizes.get(k, n)) for k, n in zip(own, b.shape(value), strict=True)}
+        result, letters = values[0], axes[0]
         for n in range(1, len(values)):  # one after the other
             needed = {*target, *"".join(axes[n + 1 :])}
-            kept = [k for k in dict.fromkeys(letters + axes[n]) if k in needed]
-            last = n == len(values) - 1
-            joined = target if last else "".join(kept)
-            part = replace(call, shape=call.shape if last else tuple(sizes[k] for k in kept))
-            left, letters = contract(b, part, (left, values[n]), (letters, axes[n]), joined), joined
-        return left
+            kept = "".join(k for k in dict.fromkeys(letters + axes[n]) if k in needed)
+            kept = target if n == len(values) - 1 else kept
+            part = replace(call, shape=tuple(sizes[k] for k in kept))
+            result, letters = contract(b, part, (result, values[n]), (letters, axes[n]), kept), kept
+        return result
     if not isinstance(values[0], Paths):
         raise Ends("einsum of a weight")
     x, (own,) = values[0], axes

@@ -34,17 +34,13 @@ def total(b: Builder, call: Call) -> Value:
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
 
 
-@rule("std", "std_mean", "var", "var_mean")
-def spread(b: Builder, call: Call) -> Value | list[Value]:
+@rule("std", "var")
+def spread(b: Builder, call: Call) -> Value:
     """A standard deviation is positively homogeneous, a variance as a square is: weighted as the mean is."""
     x = call.paths("self")
     for name in ("correction", "unbiased"):
         call.ignore(name)
-    measured = b.square(x) if "var" in call.name else x
-    y = reduce_to(b, measured, call.get("dim"), call.shape, average=True)
-    if "mean" not in call.name:
-        return y
-    return [y, reduce_to(b, x, call.get("dim"), call.shape, average=True)]
+    return reduce_to(b, b.square(x) if call.name == "var" else x, call.get("dim"), call.shape, average=True)
 
 
 @rule("cumsum", "cummax", "cummin")

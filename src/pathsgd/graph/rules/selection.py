@@ -32,7 +32,7 @@ from pathsgd.graph.nodes import Shape, Weight, Window, number
 from pathsgd.graph.rules.matrix_products import attend
 from pathsgd.graph.rules.pooling import zero_pad
 from pathsgd.graph.rules.registry import Call, Result, rule
-from pathsgd.graph.rules.weighted import embedding, times
+from pathsgd.graph.rules.weighted import embedding
 
 # By indices
 
@@ -230,12 +230,6 @@ def combine(b: Builder, call: Call) -> Value:
     return Unknown(call.shape, False, MASK)
 
 
-@rule("sign", "sgn")
-def sign(b: Builder, call: Call) -> Value:
-    """No rescaling changes a sign."""
-    return b.begin(call.shape, call.name, [call.paths("self")], pointwise=True)
-
-
 @rule("where")
 def where(b: Builder, call: Call) -> Value:
     return join(b, call, [call["self"], call["other"]])
@@ -259,12 +253,3 @@ def nan_to_num(b: Builder, call: Call) -> Value:
     if call.get("nan"):
         raise Ends("nan_to_num with a value other than zero")
     return call.paths("self")
-
-
-@rule("lerp")
-def lerp(b: Builder, call: Call) -> Value:
-    weight = call["weight"]
-    if not isinstance(weight, (int, float)):
-        raise Ends("lerp by something that is no number")
-    start = times(b, call, call["self"], 1.0 - weight)
-    return join(b, call, [start, times(b, call, call["end"], float(weight))])
