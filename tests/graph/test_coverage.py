@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import pathsgd
 from benchmarks.coverage.measure import change, measure
 from benchmarks.coverage.models import BUILDERS, build
+from pathsgd.graph.unit_classes import unit_classes_of
 
 FAST = (
     "MLP", "split and cat", "nn.MultiheadAttention", "gate: SwiGLU by chunk", "gate: ReGLU", "OPT", "ViT",
@@ -24,6 +26,36 @@ def test_its_symmetries_are_kept(name):
     assert row.balanced < 1e-10
     assert row.agree < 1e-9
     assert row.steps < 1e-9
+
+
+INTO, OUT_OF = {"up_proj", "v_proj", "q_proj", "k_proj"}, {"down_proj", "o_proj"}
+"""Rows of these move, and columns of these."""
+DECODERS = {
+    "Llama": set(), "Mistral": set(), "Gemma 2": set(), "Mixtral": set(),
+    "DeepSeek-V3": {"k_proj"},  # has no matrix of that name
+    "Qwen3": {"q_proj", "k_proj"}, "OLMo-2": {"q_proj", "k_proj"},  # which are normalised
+    "GPT-OSS": {"down_proj"},  # experts clamp both branches
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_moves_in_a_decoder(name):
+    """Rows, or columns, change by factors of their own under unbalance, if all units are hit."""
+    model, inputs = build(name)
+    graph = pathsgd.trace(model, inputs)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    pathsgd.unbalance(model, graph, units=20 * len(unit_classes_of(graph).free), generator=generator)
+    seen = set()
+    for parameter_name, p in model.named_parameters():
+        kind = next((k for k in INTO | OUT_OF if f".{k}." in f".{parameter_name}."), None)
+        if kind is None or p.dim() < 2:
+            continue
+        seen.add(kind)
+        octaves = (p / before[parameter_name]).abs().log2()
+        by_unit = octaves.mean(-1 if kind in INTO else -2)  # columns change all rows alike
+        assert (by_unit.std() > 1) == (kind not in DECODERS[name]), parameter_name
+    assert seen >= OUT_OF
 
 
 @pytest.mark.parametrize("name", ["MLP", "gate: SwiGLU by chunk"])
