@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import pathsgd
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.starts import build, traced
-from support.symmetries import NETWORKS, StoredWithoutOne
+from support.symmetries import NETWORKS, Attention, StoredWithoutOne
 from support.training import train, weights
 
 
@@ -34,6 +35,25 @@ def test_what_is_no_rescaling_is_none(network):
     rescaling.entries.pop()
     rescaling.apply(other := copy.deepcopy(model), 3.0)
     assert not pathsgd.rescaling_equivalent(model, other, traced(network))
+
+
+def test_flex_attention_as_any_other():
+    class Flexible(Attention):
+        def forward(self, x):
+            q, k = self.split(self.q(x), 4), self.split(self.k(x), 2)
+            mixed = flex_attention(q, k, self.split(self.v(x), 2), enable_gqa=True)
+            return self.out(mixed.transpose(1, 2).flatten(2))
+
+    units = unit_classes_of(pathsgd.trace(Flexible(), torch.ones(1, 3, 5)))
+    assert len(units.free) == 8 + 8  # of keys (nothing turns them here), and of values
+
+
+def test_a_function_under_vmap_is_no_error():
+    class Mapped(torch.nn.Linear):
+        def forward(self, x):
+            return torch.vmap(lambda row: row.relu().clone().mul_(2))(super().forward(x))
+
+    assert "_add_batch_dim" in str(pathsgd.trace(Mapped(2, 2), torch.ones(3, 2)))
 
 
 # Gains that are stored without their 1

@@ -215,8 +215,7 @@ def cut_rows(
     tensor: Tensor, edge: EdgeClasses, units: Tensor | None
 ) -> list[tuple[Tensor, EdgeClasses, Tensor | None]]:
     """A parameter, its classes and its units in pieces whose rows lead from or to the same units, as queries
-    are of other units than the keys and values beside them; in one if they would be many, or if it is
-    sharded."""
+    and the keys beside them do not; in one if they would be many, or if it is sharded."""
     starts = {0}
     for ids in (edge.head, edge.tail):
         if ids.dim() > 1 and ids.shape[0] > 1 and math.prod(ids.shape[1:]) > 1:

@@ -256,6 +256,7 @@ def _export(
             _PlainLayers(),
             export_in_this_thread_only(),
             silence_torch(),
+            torch.no_grad(),  # flex attention has no backward pass on a CPU
         ):
             program = torch.export.export(_TensorsOnly(model), args, kwargs, strict=False)
             if functional and _mutates(program):
@@ -297,9 +298,17 @@ def _mutates(program: ExportedProgram) -> bool:
 
 
 def _values(arguments: Any) -> list[Tensor]:
-    """The fake tensors that nodes stand for, without those that are sparse and have no address."""
+    """The fake tensors that nodes stand for, if they have memory."""
     found = [x.meta.get("val") for x in tree_leaves(arguments) if isinstance(x, fx.Node)]
-    return [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.layout == torch.strided]
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor) and _has_memory(x)]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is neither sparse nor one of many inside torch.vmap."""
+    try:
+        return tensor.untyped_storage() is not None
+    except NotImplementedError:
+        return False
 
 
 def written_arguments(target: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -199,12 +199,11 @@ class _Lowering:
         try:
             return rule.write(self.builder, call)
         except Ends:
-            data = next(iter(call.arguments.values()), None)
+            first, data = next(iter(call.arguments.items()), ("", None))
             if not isinstance(data, Weight) or data.parameter is None or not call.floating:
                 raise
             if math.prod(data.shape) > MOST_UNITS:
                 raise
-            first = next(iter(call.arguments))
             arguments = {**call.arguments, first: self.builder.paths(data.as_role("bias"))}
             return rule.write(self.builder, replace(call, arguments=arguments))
 

@@ -161,14 +161,14 @@ class Upkeep:
     @contextlib.contextmanager
     def whole_gains(self) -> Iterator[None]:
         """In it gains that are stored without their 1 have it."""
-        shifts = {name: shift for name, shift in self.units.shifts.items() if name in self.owned}
-        gains = [local_part(self.owned[name]).detach() for name in shifts]
-        for gain, shift in zip(gains, shifts.values(), strict=True):
+        owned, shifts = self.owned, self.units.shifts
+        gains = [(local_part(owned[n]).detach(), shifts[n]) for n in shifts if n in owned]
+        for gain, shift in gains:
             gain.add_(shift)
         try:
             yield
         finally:
-            for gain, shift in zip(gains, shifts.values(), strict=True):
+            for gain, shift in gains:
                 gain.sub_(shift)
 
     def do_round(self) -> None:

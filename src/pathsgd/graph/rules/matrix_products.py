@@ -217,10 +217,12 @@ def attend(b: Builder, values: Paths, queries: int, shape: Shape) -> Paths:
     return b.expand(average, target)
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", "flex_attention")
 def scaled_dot_product_attention(b: Builder, call: Call) -> Value:
+    """Whatever is done to the scores, and whichever are masked."""
+    names = ("query", "key", "value") if "query" in call.arguments else ("0", "1", "2")
     heads, reason = call.shape[:-2], "queries and keys of attention enter a softmax"
-    query, key, values = (_repeat_heads(b, call[name], heads) for name in ("query", "key", "value"))
+    query, key, values = (_repeat_heads(b, call[name], heads) for name in names)
     if not isinstance(values, Paths):
         raise Ends("attention to values that are no activations")
     lead = "abcdefgh"[: len(heads)]

@@ -34,12 +34,10 @@ def total(b: Builder, call: Call) -> Value:
     return reduce_to(b, call.paths("self"), call.get("dim"), call.shape)
 
 
-@rule("std", "var")
+@rule("std", "var", ignores=("correction", "unbiased"))
 def spread(b: Builder, call: Call) -> Value:
     """A standard deviation is positively homogeneous, a variance as a square is: weighted as the mean is."""
     x = call.paths("self")
-    for name in ("correction", "unbiased"):
-        call.ignore(name)
     return reduce_to(b, b.square(x) if call.name == "var" else x, call.get("dim"), call.shape, average=True)
 
 

@@ -171,15 +171,9 @@ def add(b: Builder, call: Call) -> Value:
 
 def _shift(b: Builder, weight: Weight, by: float) -> Weight:
     """A parameter with a number added to it, as a gain of ``1 + weight``."""
-    note = "gains that are stored without their 1 are not rescaled in 16 bits: keep them in fp32"
-    if weight.parameter is not None and weight.parameter.name in b.narrow:
-        b.notes.append(note)
-    if weight.parameter is None or weight.factors or weight.parameter.name in b.narrow:
+    if weight.parameter is None or weight.factors:
         raise Ends("a weight computed as a sum of tensors")
+    if weight.parameter.name in b.narrow:
+        b.notes.append("gains that are stored without their 1 are not rescaled in 16 bits: keep them in fp32")
+        raise Ends("a gain of 16 bits that is stored without its 1")
     return replace(weight, parameter=replace(weight.parameter, shift=weight.parameter.shift + by))
-
-
-@rule("addcmul")
-def addcmul(b: Builder, call: Call) -> Value:
-    product = times(b, call, call["tensor1"], call["tensor2"])
-    return b.add([call["self"], times(b, call, product, call.get("value", default=1))])
