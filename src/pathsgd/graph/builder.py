@@ -59,9 +59,8 @@ class Builder:
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
     begins: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    passed: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)
-    """The ends at which rescalings pass, and those at which they do not; the latter counts."""
+    """The ends at which no rescaling passes."""
     outside: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """The parameters that some operator reads."""
@@ -103,7 +102,7 @@ class Builder:
         if isinstance(value, Paths):
             self.ends.setdefault(value.node, reason)
             self.boundaries.append((value.node, self.where, reason))
-            (self.passed if passes else self.stopped).add(value.node)
+            self.stopped |= set() if passes else {value.node}
         else:
             for name in parameters_of(value):
                 self.outside.setdefault(name, reason)

@@ -67,7 +67,7 @@ def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tupl
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
         tuple(dict.fromkeys(builder.notes)), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
-        frozenset(builder.passed - builder.stopped - set(returned)),
+        frozenset(builder.ends.keys() - builder.stopped - set(returned)),
     )  # fmt: skip
 
 

@@ -164,12 +164,10 @@ class _Search:
     def visit(self, k: int, node: Node, inputs: list[Tensor]) -> Tensor:
         ndim = len(node.shape)
         match node.operation:
+            case nodes.Begin(products=""):
+                return torch.full((1,) * ndim, FIXED)
             case nodes.Begin(products=products):
-                return (
-                    self.product(products, self.graph.begins[k])
-                    if products
-                    else torch.full((1,) * ndim, FIXED)
-                )
+                return self.product(products, self.graph.begins[k])
             case nodes.Source(weight):
                 return self.source(k, weight, ndim)
             case nodes.Linear(weight):

@@ -121,7 +121,8 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     for info in graph.parameters.values():
         own = found.setdefault(info.name, [])
         own.sort(key=lambda block: block.start)
-        if sum(block.numel for block in own) != math.prod(info.shape) or len(own) > MAX_BLOCKS:
+        covered = sum(block.numel for block in own)
+        if not own or covered != math.prod(info.shape) or len(own) > MAX_BLOCKS:
             found[info.name] = [replace(_whole(info, units, None, False), family=families)]
             families += 1
     return _count(graph, found)
