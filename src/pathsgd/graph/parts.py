@@ -213,7 +213,7 @@ class _Search:
         read = set().union(*(recorder.read for recorder in self.recorders))
         unread = [name for memory, names in self.named.items() if memory not in read for name in names]
         self.builder.end_at_statistics(self.returned)
-        self.builder.notes = self.notes(reason, unread)
+        self.builder.notes += self.notes(reason, unread)
         graph = build_graph(self.model, self.builder, self.names, ())
         roles = guess_roles(self.model)
 

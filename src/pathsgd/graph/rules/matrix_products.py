@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathsgd.graph.builder import Builder, Choice, Ends, Paths, Unknown, Value, is_zero
 from pathsgd.graph.nodes import Conv, Shape, Weight, Window, number
 from pathsgd.graph.rules.registry import Call, rule
-from pathsgd.graph.rules.weighted import add_bias, end_at_computed_weight, read_activation, times
+from pathsgd.graph.rules.weighted import add_bias, end_at_computed_weight, read_input, times
 
 LETTERS = string.ascii_lowercase
 
@@ -21,7 +21,7 @@ def linear(b: Builder, call: Call) -> Value:
         # The zero state a recurrence starts from: no path but the bias, whatever the weight.
         zero = b.multiply_zeros(call["weight"], call.shape)
         return zero if call.get("bias") is None else b.paths(call.weight("bias").as_role("bias"), call.shape)
-    x, weight = read_activation(b, call, "input"), call["weight"]
+    x, weight = read_input(b, call), call["weight"]
     if isinstance(weight, Unknown):
         return add_bias(b, end_at_computed_weight(b, call, x, weight), call)
     if isinstance(weight, Paths):

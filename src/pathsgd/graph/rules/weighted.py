@@ -22,27 +22,25 @@ def add_bias(b: Builder, x: Paths, call: Call, name: str = "bias", channel: int 
     return b.add([x, b.reshape(bias, (*b.shape(bias), *(1,) * after))])
 
 
-def read_activation(b: Builder, call: Call, name: str) -> Paths:
-    """An argument that acts as an activation; a parameter there (a learned query) is a constant's edges."""
-    value = call[name]
+def read_input(b: Builder, call: Call) -> Paths:
+    """What a layer is applied to; a parameter there (a learned query) is a constant's edges."""
+    value = call["input"]
     if isinstance(value, Unknown) and not value.parameters:
         return b.paths(replace(value, reason="input"))
-    return b.paths(value) if isinstance(value, Weight) else call.paths(name)
+    return b.paths(value) if isinstance(value, Weight) else call.paths("input")
 
 
-def end_at_computed_weight(
-    b: Builder, call: Call, x: Paths, weight: Unknown, shape: Shape | None = None
-) -> Paths:
+def end_at_computed_weight(b: Builder, call: Call, x: Paths, weight: Unknown) -> Paths:
     """A layer whose weight is computed from parameters ends the region; its bias opens the next."""
     b.end(x, weight.reason)
     b.end(weight, weight.reason)
-    return b.begin(call.shape if shape is None else shape, weight.reason, [x])
+    return b.begin(call.shape, weight.reason, [x])
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
       "convolution")  # fmt: skip
 def convolution(b: Builder, call: Call) -> Value:
-    x = read_activation(b, call, "input")
+    x = read_input(b, call)
     if isinstance(call["weight"], Unknown):
         y = end_at_computed_weight(b, call, x, call["weight"])
         return add_bias(b, y, call, channel=len(call.shape) - len(call["weight"].shape) + 1)
