@@ -30,10 +30,10 @@ import pathsgd
 # Private: the ratio to Muon is to show what balancing costs, not another way to orthogonalise.
 from pathsgd.muon.balanced_muon import orthogonalize_all
 
+from .league.networks import NETWORKS
 from .muon import Muon
 from .networks import GPT, ResNet, resnet50, small_image_resnet, stack
 from .timing import LR, Step, capture, device_name, median_us
-from .transfer.networks import NETWORKS
 
 CPU_ROUNDS = 3
 """Rounds with new models: where one happens to lie in memory can cost a third of its speed on a CPU."""

@@ -11,91 +11,96 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .methods import needs_paths
 from .networks import NETWORKS
-from .records import FILE, read_records, without_recorded
+from .records import FILE, job_of, read_records
 from .train import Job, OutOfTime, Record, run_job
 
-GRACE = 20  # seconds that an epoch may go on after the end of the time
+RECORDED = 2  # the exit status of a process whose job failed in a way that it cannot go on
+GRACE = 20  # seconds that a job may go on after the end of the time
 
 
 def run_jobs(
-    jobs: Iterable[Job],
+    plan: Callable[[dict[Job, Record]], list[Job]],
     out: Path,
     folder: Path,
     *,
+    known: Sequence[Path] = (),
     workers: int = 1,
     seconds: float = math.inf,
-    steps: int | None = None,
     device: str | None = None,
-    in_order: bool = False,
 ) -> int:
-    """Runs what is not recorded in ``out`` yet and appends to its records.
+    """Runs what is planned and not recorded yet, and appends to the records in ``out``.
 
     Args:
-        jobs: what to run.
+        plan: the jobs, from what is recorded so far; asked again after every job.
         out: a folder.
-        folder: where CIFAR-10 is.
+        folder: of the data.
+        known: where other records are.
         workers: processes.
-        seconds: after which no job is begun, and those that run are given up at their next epoch.
-        steps: at most so many an epoch, to try things out.
+        seconds: after which no job is begun, and those that run are given up.
         device: "cuda" if there is one.
-        in_order: as they come; by default the longest first.
 
     Returns:
-        How many jobs are left.
+        How many jobs were run.
     """
     deadline = time.monotonic() + seconds
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
-    left = without_recorded(jobs, read_records([out]))
-    if not in_order:
-        left.sort(key=estimate_cost, reverse=True)
-    began, count = time.monotonic(), len(left)
-    print(f"{count} jobs on {device}, {workers} at a time", flush=True)
-    arguments = (folder, device, steps, deadline)
-    done = _in_this_process(left, arguments) if workers == 1 else _in_processes(left, arguments, workers)
-    finished = 0
+    records = read_records([*known, out])
+    begun = set(records)
+
+    def find_new() -> list[Job]:
+        new = [job for job in dict.fromkeys(plan(records)) if job not in begun]
+        begun.update(new)
+        return sorted(new, key=estimate_cost, reverse=True)
+
+    began, count = time.monotonic(), 0
+    run = _in_this_process if workers == 1 else _in_processes
     with (out / FILE).open("a") as file:
-        for record in done:
+        for record in run(find_new, workers, (folder, device, deadline)):
+            records[job_of(record)] = record
             print(json.dumps(record), file=file, flush=True)
-            finished += 1
-            print(_line(record, finished, count, time.monotonic() - began), flush=True)
-    print(f"{finished} of {count} jobs in {time.monotonic() - began:.0f} s", flush=True)
-    return count - finished
+            count += 1
+            print(_line(record, count, time.monotonic() - began), flush=True)
+    print(f"{count} jobs in {time.monotonic() - began:.0f} s", flush=True)
+    return count
 
 
 def estimate_cost(job: Job) -> float:
     """Seconds, roughly."""
-    return NETWORKS[job.network].cost * job.epochs / 5 * (2 if needs_paths(job.method) else 1)
+    return NETWORKS[job.network].cost * job.length * max(1, job.batch)
 
 
-def _line(record: Record, finished: int, count: int, seconds: float) -> str:
-    lr = "default" if record["lr"] is None else f"{record['lr']:g}"
-    result = record.get("failure") or (
-        "diverged" if record["diverged"] else f"{record['metric']} {record['value']}"
-    )
-    what = f"{record['network']} {record['method']} {lr} {record['start']} seed {record['seed']}"
-    return f"{seconds:5.0f} s {finished:4}/{count} {what}: {result} ({record['seconds']:.0f} s)"
+def _line(record: Record, count: int, seconds: float) -> str:
+    result = record.get("failure") or f"valid {record['valid']} test {record['test']}"
+    extra = "".join(
+        f" {name} {record[name]}" for name, usual in (("length", 1), ("batch", 1), ("start", "usual"))
+        if record[name] != usual
+    )  # fmt: skip
+    what = f"{record['network']} {record['method']} seed {record['seed']}{extra}"
+    return f"{seconds:5.0f} s {count:4} {what}: {result} ({record['seconds']:.0f} s)"
 
 
-def _in_this_process(jobs: list[Job], arguments: tuple[Any, ...]) -> Iterator[Record]:
-    folder, device, steps, deadline = arguments
+Find = Callable[[], list[Job]]
+
+
+def _in_this_process(find_new: Find, workers: int, arguments: tuple[Any, ...]) -> Iterator[Record]:
+    folder, device, deadline = arguments
     _prepare(device)
-    for job in jobs:
-        if time.monotonic() > deadline:
-            return
+    waiting = find_new()
+    while waiting and time.monotonic() < deadline:
         try:
-            yield run_job(job, folder, device, steps=steps, deadline=deadline)
+            yield run_job(waiting.pop(0), folder, device, deadline)
         except OutOfTime:
             return
+        waiting += find_new()
 
 
 def _prepare(device: str) -> None:
@@ -108,54 +113,60 @@ def _prepare(device: str) -> None:
         torch.backends.cudnn.benchmark = True
 
 
-def _in_processes(jobs: list[Job], arguments: tuple[Any, ...], workers: int) -> Iterator[Record]:
+def _in_processes(find_new: Find, workers: int, arguments: tuple[Any, ...]) -> Iterator[Record]:
     """A process that dies (a GPU error stays with it) is replaced; its job is lost."""
     context = multiprocessing.get_context("spawn")
     waiting: Any = context.Queue()
     done: Any = context.Queue()
-    deadline, spare = arguments[-1], 4 * workers
-    for job in [*jobs, *[None] * (workers + spare)]:
-        waiting.put(job)
+    deadline, spare, left = arguments[-1], 4 * workers, 0
 
     def start() -> Any:
         process = context.Process(target=_work, args=(waiting, done, arguments), daemon=True)
         process.start()
         return process
 
+    def add_new() -> int:
+        new = find_new()
+        for job in new:
+            waiting.put(job)
+        return len(new)
+
     with _mps(arguments[1]):
         running = [start() for _ in range(workers)]
-        while running:
+        left = add_new()
+        while left and running and time.monotonic() < deadline + GRACE:
             try:
                 yield done.get(timeout=0.5)
+                left += add_new() - 1
                 continue
             except queue.Empty:
                 pass
             for process in [p for p in running if not p.is_alive()]:
                 running.remove(process)
+                left -= process.exitcode not in (0, RECORDED)
                 if process.exitcode and spare and time.monotonic() < deadline:
                     spare -= 1
                     running.append(start())
-            if time.monotonic() > deadline + GRACE:
-                for process in running:
-                    process.kill()
+        for process in running:
+            process.kill()
         while not done.empty():  # what the last of them wrote before it ended
             yield done.get()
     waiting.cancel_join_thread()
 
 
 def _work(waiting: Any, done: Any, arguments: tuple[Any, ...]) -> None:
-    folder, device, steps, deadline = arguments
+    folder, device, deadline = arguments
     _prepare(device)
-    while time.monotonic() < deadline and (job := waiting.get()) is not None:
+    while time.monotonic() < deadline:
         try:
-            record = run_job(job, folder, device, steps=steps, deadline=deadline)
+            record = run_job(waiting.get(), folder, device, deadline)
         except OutOfTime:
             break
         done.put(record)
         if "CUDA" in record.get("failure", "") and "out of memory" not in record["failure"]:
             done.close()
             done.join_thread()
-            sys.exit(1)
+            sys.exit(RECORDED)
 
 
 @contextmanager
