@@ -5,6 +5,6 @@
     python -m benchmarks.league run seeds OUT --networks seen --methods adamw muon balanced-muon --data DATA
     python -m benchmarks.league table
 
-PROTOCOL.md says what is run and how it is compared. networks and tasks, methods -> train (one job) -> run (many jobs
-on one GPU) -> records; plan says which jobs a stage has, search what a search tries next.
+PROTOCOL.md says what is run and how it is compared. networks and tasks, methods -> train (one job) -> run
+(many jobs on one GPU) -> records; plan says which jobs a stage has, search what a search tries next.
 """

@@ -140,3 +140,29 @@ def test_layers_of_one_region_share_its_growth():
     # A softmax ends the region of the first two.
     by_name = blocks_of(nn.Sequential(*layers[:3], nn.Softmax(1), layers[4]), 4)
     assert [by_name[f"{k}.weight"][0].share for k in (0, 2, 4)] == [2, 2, 1]
+
+
+class Residual(nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+def test_growth_is_shared_by_the_layers_that_lie_in_sequence():
+    """Of a region: a GELU ends one. A sum counts as the mean of its summands."""
+
+    def shares(model):
+        return [block.share for own in blocks_of(model, 6).values() for block in own if block.turns]
+
+    def layer():
+        return nn.Linear(6, 6)
+
+    assert shares(nn.Sequential(layer(), nn.ReLU(), layer(), nn.BatchNorm1d(6), nn.ReLU(), layer())) == 3 * [
+        3
+    ]
+    assert shares(nn.Sequential(layer(), nn.ReLU(), layer(), nn.GELU(), layer())) == [2, 2, 1]
+    blocks = [Residual(nn.Sequential(layer(), nn.ReLU(), layer())) for _ in range(3)]
+    assert shares(nn.Sequential(layer(), *blocks)) == 7 * [4]

@@ -41,7 +41,7 @@ def use_kernels(optimizer):
 
     moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     step = optimizer._find_step(moved)
-    step.kernels = step.kernels or KernelStep(step.table, step.state, step.decide)
+    step.kernels = step.kernels or KernelStep(step.table, step.state, step.find_momenta, step.decide)
     run = step.kernels.run
 
     def run_and_check():

@@ -27,7 +27,7 @@ def build(network, **options):
     torch.manual_seed(0)
     model = network().double().eval()  # running statistics stay
     x = torch.randn(network.example, dtype=torch.float64)
-    return model, x, BalancedMuon(model, x[:1], **options)
+    return model, x, BalancedMuon(model, x[:1], **{"weight_decay": 0.0, **options})
 
 
 def step(model, x, optimizer):
@@ -90,7 +90,7 @@ def test_what_has_no_scale_does_not_grow(monkeypatch):
             nn.Linear(5, 8), nn.BatchNorm1d(8, eps=1e-300), nn.ReLU(), nn.Linear(8, 3)
         ).double()
         x, before = torch.randn(32, 5, dtype=torch.float64), model[0].weight.norm().item()
-        optimizer = BalancedMuon(model, x[:1])
+        optimizer = BalancedMuon(model, x[:1], weight_decay=0.0)
         for _ in range(20):
             optimizer.zero_grad()
             F.cross_entropy(model(x), torch.arange(32) % 3).backward()
@@ -103,11 +103,38 @@ def test_what_has_no_scale_does_not_grow(monkeypatch):
 
 
 @pytest.mark.parametrize("lr", [0.01, 0.04, 0.1])
-def test_a_step_turns_by_lr(lr):
-    """Three layers in sequence share the step: each turns by sqrt(2 / 3) of it."""
+def test_the_first_step_turns_by_lr(lr):
     before, after = step(*build(Mlp, lr=lr))
     for name in ("0.weight", "2.weight"):
-        assert angle(before[name], after[name]) == pytest.approx(lr * math.sqrt(2 / 3), rel=0.1), name
+        assert angle(before[name], after[name]) == pytest.approx(lr, rel=0.1), name
+
+
+def test_later_steps_turn_by_less():
+    """By the fourth root of the number of steps."""
+    model, _, optimizer = build(Mlp, lr=0.02, momentum=0.0)
+    weight, angles = model[2].weight, []
+    for _ in range(31):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        angles.append(angle(before, weight.detach()))
+    for k in (10, 30):
+        assert angles[k] == pytest.approx(0.02 * (1 + k / 10) ** -0.25, rel=0.1)
+
+
+def test_momentum_reaches_back_a_tenth_of_the_steps():
+    """Gradients of one direction: the buffer is the sum of what is left of them, as written out."""
+    model, _, optimizer = build(Mlp, lr=0.0, momentum=0.9)
+    weight, expected = model[2].weight, 0.0
+    for k in range(120):
+        optimizer.zero_grad()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        expected = min(0.9, 1 - 1 / (2 + k / 10)) * expected + 1
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    torch.testing.assert_close(buffer, torch.full_like(buffer, expected))
+    assert 8 < expected < 10
 
 
 def test_rows_that_are_read_apart_turn_apart():
@@ -121,11 +148,11 @@ def test_rows_that_are_read_apart_turn_apart():
 
 
 def test_weight_decay_shrinks_the_norms_of_what_turns():
-    """Decoupled: by a factor of 1 - lr * weight_decay in every step, beside the growth."""
+    """Decoupled, beside the growth and shared like it: all norms of a region by exp(-lr * weight_decay)."""
     plain, decayed = (step(*build(Mlp, lr=0.02, weight_decay=decay))[1] for decay in (0.0, 0.5))
     for name in ("0.weight", "2.weight", "4.weight"):
         ratio = (decayed[name].norm() / plain[name].norm()).item()
-        assert ratio == pytest.approx(1 - 0.02 * 0.5, rel=1e-6), name
+        assert ratio == pytest.approx(math.exp(-0.02 * 0.5 / 3), rel=1e-6), name
 
 
 def test_groups_decay_and_grow_by_their_own_options():
@@ -140,7 +167,8 @@ def test_groups_decay_and_grow_by_their_own_options():
     for name in ("0.weight", "0.bias"):
         torch.testing.assert_close(after[name], before[name], rtol=1e-12, atol=0)
     for name in ("2.weight", "4.weight"):
-        assert (after[name].norm() / before[name].norm()).item() == pytest.approx(0.99, rel=1e-6), name
+        ratio = (after[name].norm() / before[name].norm()).item()
+        assert ratio == pytest.approx(math.exp(-0.02 * 0.5 / 3), rel=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_matrices_turn(model):
     for p in scaled.parameters():
         p.data.mul_(3)
     for module in (model, scaled):
-        optimizer = BalancedMuon(module, x, lr=0.05, growth=0)
+        optimizer = BalancedMuon(module, x, lr=0.05, growth=0, weight_decay=0)
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
         nn.functional.cross_entropy(module(x), y).backward()
         optimizer.step()

@@ -6,10 +6,14 @@
 
        W <- |W| (W - lr |W| D) / |W - lr |W| D|,    D = orthogonalize(momentum) / its norm
 
+   The angle falls as the fourth root of the number of steps, beside any schedule, and momentum reaches back a
+   tenth of the steps so far, until it is as long as it may be.
+
    Biases and the weights of norms, which are not turned, move by ``lr`` times the size of a weight of their
    layer in Adam's direction; so do embeddings and the last layer, which are turned.
 3. Grow. Turning keeps norms, so the logarithm of each has a step of its own: Adam on ``<G, W>``, its
-   derivative. The norms of a region's layers enter the function as a product, so they share that step.
+   derivative, and weight decay. The norms of a region's layers enter the function as a product, so they share
+   that step.
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ from pathsgd.training.staleness import ModelTensors
 if TYPE_CHECKING:
     from pathsgd.muon.gpu.step import KernelStep
 
+FALL, POWER = 10, 0.25
+"""A step after t others is ``(1 + t / FALL) ** -POWER`` as long as the first."""
+REACH = 10
+"""Momentum is an average over ``2 + t / REACH`` steps after t others, and ``1 / (1 - momentum)`` at most."""
 GROWTH_BETAS = (0.9, 0.99)
 NOISE = 2.0**10
 """Gradients below this many units in the last place are taken for rounding errors. Before a batch norm
@@ -61,14 +69,15 @@ class BalancedMuon(Optimizer):
         model: the module to train; or its parameters in any form torch takes, with ``graph``.
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
-        lr: the angle of a step, in radians; of the other parameters, the step relative to their size. By
-            default 0.06; if there is no schedule, it falls after 100 steps.
-        momentum: momentum factor of what is orthogonalised.
+        lr: the angle of the first step, in radians; of the other parameters, the step relative to their size.
+            Later steps are shorter by the fourth root of their number. By default 0.09; if there is no
+            schedule, it falls after 30 steps.
+        momentum: momentum factor of what is orthogonalised, after the first steps.
         nesterov: Nesterov momentum.
         betas: decay rates of Adam's running averages.
         eps: added to Adam's denominator.
-        weight_decay: decoupled decay of the norms of matrices and kernels.
-        growth: how fast norms may grow, in units of ``lr``. 0 keeps all norms.
+        weight_decay: decoupled decay of the norms of matrices and kernels, shared like their growth.
+        growth: how fast norms may grow, in units of ``lr``. 0 keeps all norms, but for the decay.
         graph: the graph of the model, if it was traced before.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
 
@@ -85,7 +94,7 @@ class BalancedMuon(Optimizer):
         >>> optimizer.step()
     """
 
-    default_lr = 0.06
+    default_lr = 0.09
 
     def __init__(
         self,
@@ -97,7 +106,7 @@ class BalancedMuon(Optimizer):
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.2,
         growth: float = 1.0,
         graph: PathGraph | None = None,
         batch_dim: int | None = 0,
@@ -279,7 +288,7 @@ class RelativeStep:
         if table.device.type == "cuda" and has_triton():
             from pathsgd.muon.gpu.step import KernelStep
 
-            self.kernels = KernelStep(table, state, self.decide)
+            self.kernels = KernelStep(table, state, self.find_momenta, self.decide)
 
     def run(self) -> None:
         """Takes the step."""
@@ -304,13 +313,15 @@ class RelativeStep:
     def _find_directions(self, grads: list[Tensor]) -> list[Tensor]:
         """The direction of every block: momentum, orthogonalised; or Adam's without its corrections."""
         directions: list[Tensor] = list(grads)
+        momenta = self.find_momenta().unbind()
         for number, group in enumerate(self.table.groups):
             numbers = [k for k in self.table.matrices if self.table.group_of[k] == number]
             if numbers:
                 buffers, gs = self._find_state(numbers, "momentum_buffer"), [grads[k] for k in numbers]
-                foreach("mul_", buffers, group["momentum"])
+                kept = [momenta[self.table.owners.index(k)].to(gs[0].dtype) for k in numbers]
+                foreach("mul_", buffers, kept)
                 foreach("add_", buffers, gs)
-                ds = foreach("add", gs, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+                ds = foreach("add", gs, foreach("mul", buffers, kept)) if group["nesterov"] else buffers
                 for k, d in zip(numbers, ds, strict=True):
                     directions[k] = d
             numbers = [k for k in self.table.others if self.table.group_of[k] == number]
@@ -337,6 +348,10 @@ class RelativeStep:
     def _find_state(self, numbers: list[int], key: str) -> list[Tensor]:
         return [local_part(self.state[self.table.moved[k]][key]) for k in numbers]
 
+    def find_momenta(self) -> Tensor:
+        """The momentum of each block."""
+        return (1 - 1 / (2 + self.growth[2] / REACH)).clamp(max=self.table.find_option("momentum"))
+
     def decide(self, products: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Updates the averages of growth, and finds how far each block goes in its direction D and the factor
         that it is multiplied by then.
@@ -348,6 +363,7 @@ class RelativeStep:
         norms, gradients = products[:2].sqrt()
         along, across, square = products[2:]
         first, second, steps = self.growth
+        lr = self.table.find_option("lr") * (1 + steps / FALL) ** -POWER
         steps += 1
         correction = (1 - self.table.find_option("betas", 1) ** steps).sqrt() / (
             1 - self.table.find_option("betas", 0) ** steps
@@ -358,9 +374,8 @@ class RelativeStep:
             (self.table.numel / torch.where(square > 0, square, 1)).sqrt(),
             correction,
         )
-        lr = self.table.find_option("lr")
         size, turns = self.table.sizes.measure(norms)
-        length = lr * self.table.ratios * size * scale
+        length = lr * size * scale
         length = torch.where(self.table.sizes.find_noise(gradients, NOISE * eps), 0, length)
         moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
         # Adam on the logarithm of the norm.
@@ -369,8 +384,8 @@ class RelativeStep:
         mean = first / (1 - GROWTH_BETAS[0] ** steps)
         root = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
         ascent = mean / torch.where(root > 0, root, 1)
-        growth = torch.exp(-lr * self.table.find_option("growth") * self.table.shares * ascent)
-        growth = growth * (1 - lr * self.table.find_option("weight_decay"))
+        shrinking = self.table.find_option("growth") * ascent + self.table.find_option("weight_decay")
+        growth = torch.exp(-lr * self.table.shares * shrinking)
         turns = turns & (moved > 0)
         return length, torch.where(turns, growth * norms / torch.where(turns, moved, 1), 1)
 

@@ -59,7 +59,6 @@ class BlockTable:
         by_block = [self.group_of[owner] for owner in self.owners]
         self._masks = [self.put([own == k for own in by_block]) for k in range(len(groups))]
         self.sizes = Sizes(self.blocks, self.device)
-        self.ratios = self.put([block.ratio for block in self.blocks])
         self.shares = self.put([1 / block.share for block in self.blocks])
         self.numel = self.put([block.numel for block in self.blocks])
         self.is_orthogonal = self.put([block.orthogonal for block in self.blocks]) > 0
@@ -88,4 +87,4 @@ def _make_stray(p: Tensor, family: int) -> Block:
     """A parameter that is not the model's: it takes relative steps in Adam's direction."""
     shape, nothing = tuple(p.shape), torch.zeros(1, dtype=torch.int64)
     length = shape[0] if shape else 1
-    return Block("", shape, 0, 0, length, family, False, 1.0, 1.0, False, nothing, nothing)
+    return Block("", shape, 0, 0, length, family, False, 1.0, False, nothing, nothing)

@@ -19,17 +19,14 @@ from torch import Tensor
 from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.structure import ParameterInfo
+from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.unit_groups import Group, Part, find_unit_groups
 from pathsgd.graph.views import view_tensor
-from pathsgd.muon.depth import find_depths, find_ratios
 from pathsgd.sharding import Shard
 
 MAX_BLOCKS = 16
 """Rows that are read apart in more pieces than these stay one block."""
-
-SCALES = {"norm weight", "multiplier"}
-"""Roles of parameters that multiply all of what passes them."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class Block:
     """Whether it is the matrix of a linear layer or a kernel, so that it turns instead of growing."""
     share: float
     """Number of blocks that turn and lie in sequence in its region: a growth is divided between them."""
-    ratio: float
-    """Which part of a step it takes."""
     orthogonal: bool
     """Whether Muon orthogonalises its direction: not that of embeddings, of the last layer, and of depthwise
     convolutions."""
@@ -129,36 +124,43 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
 
 
 def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Block]]:
-    """The blocks with their parts of growth and step."""
-    depths, ratios = find_depths(graph, "nothing"), find_ratios(graph)
+    """The blocks with their parts of growth."""
+    depths = find_depths(graph)
     turning = Counter(
         region
         for name, blocks in found.items()
         for region in graph.parameters[name].regions
         if any(block.turns for block in blocks)
     )
-    norms = _find_norms(graph, found)
     counted = {}
     for name, blocks in found.items():
         regions = graph.parameters[name].regions
         depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
-        region_ratios = [ratios[region] for region in regions if region in ratios]
-        if any(block.turns for block in blocks):
-            ratio = min([1.0, *(r.layers for r in region_ratios)])
-        elif any(block.family in norms for block in blocks):
-            ratio = min([1.0, *(r.norms for r in region_ratios)])
-        else:
-            ratio = 1.0
-        counted[name] = [replace(block, share=share, ratio=ratio) for block in blocks]
+        counted[name] = [replace(block, share=share) for block in blocks]
     return counted
 
 
-def _find_norms(graph: PathGraph, found: dict[str, list[Block]]) -> set[int]:
-    """The families of multipliers without a matrix: what is added to them, a norm's bias, is one of them."""
-    blocks = [block for own in found.values() for block in own]
-    scales = {block.family for block in blocks if SCALES.intersection(graph.parameters[block.name].roles)}
-    return scales - {block.family for block in blocks if block.turns}
+def find_depths(graph: PathGraph) -> dict[int, float]:
+    """The most layers in sequence in a region and in those that are joined to it, by region; at least 1.
+
+    A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
+    """
+    joined = UnionFind(max(graph.regions, default=-1) + 1)
+    lengths: list[float] = []
+    for k, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            joined.union(graph.regions[k], graph.regions[source])
+        before = [lengths[j] for j in node.inputs if not isinstance(graph.nodes[j].operation, Source)] or [
+            0.0
+        ]
+        length = sum(before) / len(before) if isinstance(node.operation, Add) else max(before)
+        lengths.append(length + isinstance(node.operation, (Linear, Conv)))
+    deepest: dict[int, float] = {}
+    for k in graph.ends:
+        group = joined.find(graph.regions[k])
+        deepest[group] = max(deepest.get(group, 1.0), lengths[k])
+    return {region: deepest.get(joined.find(region), 1.0) for region in graph.regions}
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:
@@ -178,7 +180,7 @@ def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: b
     tails = torch.tensor([FIXED]) if edge is None else edge.tail.flatten()
     heads = torch.tensor([FIXED]) if edge is None else edge.head.flatten()
     return Block(
-        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1.0, 1.0,
+        info.name, shape, 0, 0, shape[0] if shape else 1, 0, wide and weighted, 1.0,
         wide and weighted and not depthwise and not end,
         tails, heads,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from pathsgd.training.lazy_graph import find_depth_of_caller
 
 KEY = "steps_without_schedule"
 """In the groups, so that it is saved with them."""
-HOLD = 100
+HOLD = 30
 """Steps at the full rate: short runs need it."""
 SCALE = 5
 """Steps after that in which the square of the rate is halved."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from pathsgd.graph.unit_classes import FIXED
 from pathsgd.muon.blocks import Block
 
-SHARE = 0.1
+SHARE = 0.3
 """A matrix has at least this share of its family's size, so that one of zeros moves. Units that the model
 returns, or that go into a norm, are given this share of the size of others."""
 

@@ -49,9 +49,10 @@ def _load_with_products(block, at, mask, partial):
 
 
 @triton.jit
-def momentum_kernel(table, chunks, partial, directions, momentum, NESTEROV: tl.constexpr):
+def momentum_kernel(table, chunks, partial, directions, momenta, NESTEROV: tl.constexpr):
     """Momentum, and what of it is to be orthogonalised, whose square takes the place of <D, D>."""
-    block, _, entries, at, mask = _find_chunk(table, chunks)
+    block, number, entries, at, mask = _find_chunk(table, chunks)
+    momentum = tl.load(momenta + number)
     _, g = _load_with_products(block, at, mask, partial)
     buffer = momentum * tl.load(_pointer(block, 2) + at, mask, 0.0) + g
     tl.store(_pointer(block, 2) + at, buffer, mask)

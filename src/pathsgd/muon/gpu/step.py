@@ -36,7 +36,7 @@ MAX_CAPTURED = 1 << 25
 than the GPU does, and a graph would keep the memory of their products."""
 CAPTURED = ("momentum", "nesterov", "betas", "eps", "weight_decay", "growth")
 """Options that a graph has as constants."""
-COMMON = ("momentum", "nesterov", "betas", "eps")
+COMMON = ("nesterov", "betas", "eps")
 """Options that kernels are told once, so that groups cannot differ in them here."""
 
 
@@ -69,6 +69,7 @@ class KernelStep:
     Args:
         table: of the blocks that are moved.
         state: the optimizer's.
+        find_momenta: the momentum of each block.
         decide: from the products of ``RelativeStep.decide`` to what it returns.
     """
 
@@ -76,9 +77,10 @@ class KernelStep:
         self,
         table: BlockTable,
         state: Mapping[Tensor, Any],
+        find_momenta: Callable[[], Tensor],
         decide: Callable[[Tensor, float], tuple[Tensor, Tensor]],
     ) -> None:
-        self.table, self.state, self.decide = table, state, decide
+        self.table, self.state, self.find_momenta, self.decide = table, state, find_momenta, decide
         self.is_supported = all(map(is_readable, table.moved)) and not any(table.shards)
         if not self.is_supported:
             return
@@ -170,7 +172,7 @@ class KernelStep:
         self.graph.replay()
 
     def _orthogonalize(self, chunks: _Chunks, group: dict[str, Any]) -> None:
-        rule = group["momentum"], group["nesterov"]
+        rule = self.find_momenta().float(), group["nesterov"]
         chunks.launch(momentum_kernel, self.addresses.on_device, chunks.partial, self.moments, *rule)
         chunks.add_up(self.sums, 0, 5)
         chunks.launch(normalize_kernel, self.addresses.on_device, self.sums, self.moments, self.directions)
