@@ -13,7 +13,7 @@ from .records import value_of
 from .search import TRIALS
 from .train import Job
 
-OURS = "balanced-muon"
+OURS, TARGET = "balanced-muon", "adamw"
 AFTER = (1, 3, TRIALS)
 T_QUANTILE = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 """97.5% of the t distribution, by degrees of freedom."""
@@ -26,7 +26,10 @@ def render(records: Records) -> str:
     for name, networks in SETS.items():
         known = [n for n in networks if any(job.network == n for job in records)]
         if known:
-            parts += [f"## {name}", render_trials(records, known), render_seeds(records, known)]
+            parts += [
+                f"## {name}", render_trials(records, known), render_seeds(records, known),
+                render_targets(records, known),
+            ]  # fmt: skip
     return "\n\n".join(["# The league", *(part for part in parts if part)]) + "\n"
 
 
@@ -74,6 +77,28 @@ def render_seeds(records: Records, networks: Sequence[str]) -> str:
     heads = ["over seeds", "best baseline", "its mean", "ours", "ours / its", "seeds", ""]
     summary = ", ".join(f"{word} on {count}" for word, count in counts.items())
     return f"{markdown(heads, lines)}\n\nOf {len(lines)}: {summary}."
+
+
+def render_targets(records: Records, networks: Sequence[str]) -> str:
+    """The part of the steps after which a method has the training loss that AdamW's best ends with."""
+    names, lines = [n for n in METHODS if n != TARGET], []
+    for network in networks:
+        best = chosen(records, network, TARGET)
+        target = records.get(Job(network, best), {}).get("losses") if best else None
+        if not target:
+            continue
+        line = [NETWORKS[network].label]
+        for name in names:
+            method = chosen(records, network, name)
+            losses = records.get(Job(network, method), {}).get("losses", []) if method else []
+            reached = next((k + 1 for k, loss in enumerate(losses) if loss <= target[-1]), None)
+            line.append(f"{100 * reached / len(losses):.0f}%" if reached else "not" if losses else "")
+        lines.append(line)
+    if not lines:
+        return ""
+    return markdown(
+        [f"steps to the loss of {METHODS[TARGET].label}", *(METHODS[n].label for n in names)], lines
+    )
 
 
 def seeds_of(records: Records, network: str, method: str) -> dict[int, float]:

@@ -162,7 +162,8 @@ def test_stages_on_recorded_numbers(monkeypatch, tmp_path):
         value = 1 + 0.01 * job.seed
         if name == "adamw":
             value += 0.02 + abs(math.log(options["lr"] / 0.002))
-        return {**vars(job), "valid": value, "test": 10 * value, "seconds": 1.0}
+        losses = [value + 4 - k if name == "adamw" else value + 3.5 - 2 * k for k in range(5)]
+        return {**vars(job), "valid": value, "test": 10 * value, "seconds": 1.0, "losses": losses}
 
     monkeypatch.setattr("benchmarks.league.run.run_job", lambda job, *_: make_record(job))
     networks = ["digits-rnn", "digits-vit"]
@@ -187,6 +188,8 @@ def test_stages_on_recorded_numbers(monkeypatch, tmp_path):
     )
     assert "Of 2: ahead on 2, within 2% on 0, behind on 0, far behind on 0." in text
     assert "| nn.RNN, digits | 17.1 / 10.2 / 10.2 |" in text
+    steps = text.partition("| steps to the loss of AdamW |")[2].splitlines()
+    assert steps[2].endswith(" | 60% |")  # 3.5, 1.5 and -0.5 against 0.02
 
 
 def test_a_comparison_is_paired():
