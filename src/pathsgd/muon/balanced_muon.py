@@ -106,7 +106,7 @@ class BalancedMuon(Optimizer):
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,
-        weight_decay: float = 0.2,
+        weight_decay: float = 0.1,
         growth: float = 1.0,
         graph: PathGraph | None = None,
         batch_dim: int | None = 0,
