@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .tasks import Batch, Images, Load, Part, cifar, digits
+from .tasks import Batch, Images, Load, Part, YesNo, cifar, digits
 
 TABLES = [round(10 * 1.25**k) for k in range(20)]
 """Rows of the embedding tables of the recommender: 10 to 694."""
@@ -65,18 +65,6 @@ class Pixels(Images):
         return {"loss": self.loss(model, self.held_out[part]).item()}
 
 
-class Clicks(Images):
-    """Whether something happens, yes or no, by its binary cross entropy."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        x, y = batch
-        return F.binary_cross_entropy_with_logits(model(x), y)
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, part: Part) -> dict[str, float]:
-        return {"loss": self.loss(model, self.held_out[part]).item()}
-
-
 def denoising(folder: Path, device: str) -> Denoising:
     """CIFAR-10, mirrored at random."""
     return Denoising(**vars(replace(cifar(folder, device), metric="loss", augment="flip")))
@@ -92,7 +80,7 @@ def picture(folder: Path, device: str) -> Pixels:
     return Pixels(places, image, both, 1000, len(places), metric="loss", data_hash=data.data_hash)
 
 
-def clicks(device: str) -> Clicks:
+def clicks(device: str) -> YesNo:
     """20000 clicks that a hidden model draws, given one row of each of 20 tables; the k-th row is 1/k as
     frequent as the first. Many rows are seen a few times only, so tables can fit the noise of clicks."""
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +101,7 @@ def clicks(device: str) -> Clicks:
     held_out: dict[Part, tuple[Tensor, Tensor]] = {
         "valid": (x[:4000], y[:4000]), "test": (x[4000:8000], y[4000:8000]),
     }  # fmt: skip
-    return Clicks(x[8000:], y[8000:], held_out, 800, 256, metric="loss", data_hash=digest)
+    return YesNo(x[8000:], y[8000:], held_out, 800, 256, metric="loss", data_hash=digest)
 
 
 def table(device: str) -> Images:

@@ -117,6 +117,23 @@ class Images:
         }
 
 
+class YesNo(Images):
+    """Rows of a table, each with a yes or a no that the model has one score for."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        x, y = batch
+        return F.binary_cross_entropy_with_logits(model(x).flatten(), y)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, part: Part) -> dict[str, float]:
+        x, y = self.held_out[part]
+        scores = model(x).flatten()
+        return {
+            "error": 100 * ((scores > 0) != (y > 0.5)).float().mean().item(),
+            "loss": F.binary_cross_entropy_with_logits(scores, y).item(),
+        }
+
+
 @dataclass(frozen=True)
 class Text:
     """The next byte, from those before it."""

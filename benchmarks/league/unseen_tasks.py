@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .tasks import Batch, Images, Load, Part, cifar, text
+from .tasks import Batch, Images, Load, Part, YesNo, cifar, text
 from .unseen_control import CartPole
 from .unseen_pack import read_packed
 from .unseen_text import Masked, Spans
@@ -58,24 +58,6 @@ class Nodes:
         return {
             "error": 100 * (scores.argmax(1) != labels).float().mean().item(),
             "loss": F.cross_entropy(scores, labels).item(),
-        }
-
-
-@dataclass(frozen=True)
-class YesNo(Images):
-    """Rows of a table, each with a yes or a no that the model has one score for."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        x, y = batch
-        return F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, part: Part) -> dict[str, float]:
-        x, y = self.held_out[part]
-        scores = model(x)[:, 0]
-        return {
-            "error": 100 * ((scores > 0) != (y > 0.5)).float().mean().item(),
-            "loss": F.binary_cross_entropy_with_logits(scores, y).item(),
         }
 
 

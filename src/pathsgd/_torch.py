@@ -141,16 +141,6 @@ def operator_schema(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
-_POINTWISE = {"aten::hardswish", "aten::log_sigmoid", "aten::alpha_dropout", "aten::where"}
-"""Without torch's tag."""
-
-
-def is_pointwise(target: object) -> bool:
-    """Whether each entry of what an ATen operator returns depends on one entry of each of its inputs."""
-    schema = operator_schema(target)
-    return schema is not None and (torch.Tag.pointwise in target.tags or schema.name in _POINTWISE)  # type: ignore[attr-defined]
-
-
 def without_values(tensor: Tensor) -> Tensor:
     """A tensor, or a Parameter, of the same shape, dtype and device that has no memory, for torch.export."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,5 @@
-"""The networks of ``benchmarks/league/seen``: each is built, trained and evaluated on what its task gives."""
+"""The networks of ``benchmarks/league/seen``: each is built, trained and evaluated on what its task gives.
+torchvision is no dependency here: ``pytest -m gpu`` runs its networks, where it is there."""
 
 from __future__ import annotations
 
@@ -15,10 +16,7 @@ from benchmarks.league.seen import SEEN
 from benchmarks.league.seen_tasks import SEEN_TASKS
 from benchmarks.league.tasks import TASKS, Images, Text
 
-NEEDS = {
-    **dict.fromkeys(("resnet18", "vit", "swin", "densenet", "regnet", "vgg11"), "torchvision"),
-    **dict.fromkeys(("llama", "gpt2"), "transformers"),
-}
+OF_TORCHVISION = {"resnet18", "vit", "swin", "densenet", "regnet", "vgg11"}
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}
 """Operations that wait for the GPU: a step with one cannot be captured."""
 
@@ -58,13 +56,13 @@ def load(monkeypatch):
 def test_tasks_have_names_of_their_own():
     assert not SEEN_TASKS.keys() & TASKS.keys()
     assert {network.task for network in SEEN.values()} <= SEEN_TASKS.keys() | TASKS.keys()
-    assert NEEDS.keys() <= SEEN.keys()
+    assert SEEN.keys() >= OF_TORCHVISION
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gpu] * (name in OF_TORCHVISION)) for name in SEEN]
+)
 def test_every_network_is_trained_and_evaluated(load, name):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
     torch.manual_seed(0)
     model, task = SEEN[name].build(), load(SEEN[name])
     (batch,) = task.batches(model, torch.Generator().manual_seed(0), steps=1)

@@ -1,5 +1,6 @@
 """The unseen networks of ``benchmarks/league``: that each can be trained and evaluated, and that data and
-dynamics are those published. ``pytest -m gpu`` captures a step of each in a CUDA graph."""
+dynamics are those published. ``pytest -m gpu`` captures a step of each in a CUDA graph, and runs those of
+torchvision, which is no dependency here."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.league import unseen_control
@@ -22,16 +24,12 @@ from benchmarks.league.unseen_tasks import UNSEEN_TASKS, Autoencoding, adult, co
 from benchmarks.league.unseen_text import MASK, SPAN_TOKENS, SPANS, SPECIAL, Masked, Spans
 
 PAPERS, TEST = 700, 50
-OTHER_PACKAGES = {
-    "bert": "transformers", "t5": "transformers", "mamba": "transformers",
-    "mobilenet-v3": "torchvision", "efficientnet-b0": "torchvision",
-}  # fmt: skip
+OF_TORCHVISION = {"mobilenet-v3", "efficientnet-b0"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Both data sets, made up, in the formats they were published in and then packed."""
-    sparse = pytest.importorskip("scipy.sparse")
     source = tmp_path_factory.mktemp("source")
     words = np.zeros((PAPERS, 1433), np.float32)
     words[np.arange(PAPERS), np.arange(PAPERS)] = words[:, 1000] = 1  # paper k has the words k and 1000
@@ -124,10 +122,10 @@ class WaitsForNothing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gpu] * (name in OF_TORCHVISION)) for name in UNSEEN]
+)
 def test_every_network(folder, name):
-    if name in OTHER_PACKAGES:
-        pytest.importorskip(OTHER_PACKAGES[name])
     network, task = UNSEEN[name], small(name, folder)
     assert network.task in TASKS | UNSEEN_TASKS
     torch.manual_seed(0)
@@ -156,8 +154,6 @@ def test_every_network(folder, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", UNSEEN)
 def test_every_network_is_captured(folder, name):
-    if name in OTHER_PACKAGES:
-        pytest.importorskip(OTHER_PACKAGES[name])
     network, task = UNSEEN[name], small(name, folder, "cuda")
     model = network.build().cuda().train()
     batch = next(task.batches(model, torch.Generator("cuda").manual_seed(5), 1))

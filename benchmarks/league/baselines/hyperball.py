@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .adamw import adamw_of
 from .matrices import MatrixOptimizer, split
-from .muon import orthogonal_momentum
+from .muon import nesterov_momentum, orthogonalize_by_shape
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -38,7 +38,8 @@ class MuonH(MatrixOptimizer):
         super().__init__(hidden, lr, others, momentum=momentum)
 
     def move(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        directions = orthogonal_momentum(self.state, params, grads, group["momentum"])
+        moments = nesterov_momentum(self.state, params, grads, group["momentum"])
+        directions = orthogonalize_by_shape(moments)
         step_on_spheres(self.state, params, directions, group["lr"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.muon import hidden_matrices
+WITH_MATRICES = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.RNNBase
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -49,3 +49,13 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     hidden = hidden_matrices(model)
     chosen = {id(p) for p in hidden}
     return hidden, [p for p in model.parameters() if id(p) not in chosen]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of linear, convolutional, attention and recurrent layers, without the last linear layer (the
+    head) and without embeddings."""
+    layers = [m for m in model.modules() if isinstance(m, WITH_MATRICES)]
+    head = [m for m in layers if isinstance(m, nn.Linear)][-1]
+    return [
+        p for layer in layers if layer is not head for p in layer.parameters(recurse=False) if p.dim() > 1
+    ]

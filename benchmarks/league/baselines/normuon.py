@@ -20,16 +20,8 @@ class NorMuon(Muon):
     step, and ``beta2`` are those of the release.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float = 1e-3,
-        rest_lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        beta2: float = 0.95,
-    ) -> None:
-        super().__init__(model, lr, rest_lr, weight_decay, momentum)
+    def __init__(self, model: nn.Module, beta2: float = 0.95, **options: float) -> None:
+        super().__init__(model, **options)
         self.param_groups[0]["beta2"] = beta2
 
     def directions(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -58,7 +58,7 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
     ends: dict[int, str] = field(default_factory=dict)
     boundaries: list[tuple[int, str, str]] = field(default_factory=list)
-    begins: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    multiplied: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     """The ends at which no rescaling passes."""
     outside: dict[str, str] = field(default_factory=dict)
@@ -81,20 +81,9 @@ class Builder:
 
     # Where paths begin and end
 
-    def begin(
-        self,
-        shape: Iterable[int],
-        reason: str,
-        after: Iterable[Paths] = (),
-        *,
-        pointwise: bool = False,
-        products: str = "",
-    ) -> Paths:
-        """Units where paths begin, computed from other values by something that is no path."""
-        begun = self.emit(nodes.Begin(reason, pointwise, products), (), shape)
-        if sources := tuple(value.node for value in after):
-            self.begins[begun.node] = sources
-        return begun
+    def begin(self, shape: Iterable[int], reason: str) -> Paths:
+        """Units where paths begin."""
+        return self.emit(nodes.Begin(reason), (), shape)
 
     def end(self, value: Value, reason: str, *, passes: bool = False) -> None:
         """``value`` is read by something that is no path: its units count as outputs of the region. Unless
@@ -126,8 +115,6 @@ class Builder:
             target: the letters of the result.
         """
         shape, values = tuple(shape), [self.paths(v) if isinstance(v, Weight) else v for v in values]
-        carrying = [value for value in values if isinstance(value, Paths)]
-        same = not axes and all(self.shape(value) == shape for value in carrying)
         if not axes:
             target = "".join(map(chr, range(ord("a"), ord("a") + len(shape))))
             axes = [target[len(shape) - len(self.shape(value)) :] for value in values]
@@ -135,7 +122,9 @@ class Builder:
             self.end(value, reason, passes=True)
         own = [letters for value, letters in zip(values, axes, strict=True) if isinstance(value, Paths)]
         products = f"{','.join(own)}->{target}" if own else ""
-        return self.begin(shape, reason, carrying, pointwise=same, products=products)
+        product = self.emit(nodes.Begin(reason, products), (), shape)
+        self.multiplied[product.node] = tuple(value.node for value in values if isinstance(value, Paths))
+        return product
 
     def paths(self, value: Value, shape: Shape | None = None) -> Paths:
         """``value`` as units of the graph, broadcast to ``shape``: a weight becomes edges from the
@@ -170,8 +159,7 @@ class Builder:
             node = self.nodes[k]
             self.where = node.where
             self.end(Paths(node.inputs[0]), reason)
-            self.nodes[k] = replace(node, operation=nodes.Begin(reason, pointwise=True), inputs=())
-            self.begins[k] = node.inputs
+            self.nodes[k] = replace(node, operation=nodes.Begin(reason), inputs=())
 
     # Edges with weights
 

@@ -146,7 +146,7 @@ def _rewrite(graph: Structure, shapes: Sequence[Shape], wanted: Sequence[Sequenc
         ends={whole[k]: reason for k, reason in graph.ends.items()},
         outputs=tuple(whole[k] for k in graph.outputs),
         boundaries=tuple((whole[k], where, reason) for k, where, reason in graph.boundaries),
-        begins={},  # which are of no use for gamma
+        multiplied={},  # which are of no use for gamma
     )
     return Folded(rewritten, tuple(place), tuple(whole))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from pathsgd._torch import is_about_values, is_pointwise, operator_schema
+from pathsgd._torch import is_about_values, operator_schema
 from pathsgd.errors import PathError
 from pathsgd.graph.builder import Builder, Ends, Paths, Unknown, parameters_of
 from pathsgd.graph.export import own_name
@@ -66,7 +66,7 @@ def build_graph(model: nn.Module, builder: Builder, names: Names, returned: tupl
     parameters = describe_parameters(model, builder, regions, names.parameters)
     return PathGraph(
         type(model).__name__, tuple(builder.nodes), builder.ends, returned, regions, parameters,
-        tuple(dict.fromkeys(builder.notes)), tuple(dict.fromkeys(builder.boundaries)), builder.begins,
+        tuple(dict.fromkeys(builder.notes)), tuple(dict.fromkeys(builder.boundaries)), builder.multiplied,
         frozenset(builder.ends.keys() - builder.stopped - set(returned)),
     )  # fmt: skip
 
@@ -235,9 +235,7 @@ class _Lowering:
             except Ends as reason:
                 for value in values:
                     self.builder.end(value, str(reason))
-                merged.append(
-                    self.builder.begin(call.shape, str(reason), [v for v in values if isinstance(v, Paths)])
-                )
+                merged.append(self.builder.begin(call.shape, str(reason)))
         self.values[node] = merged
 
     def _run_inner(self, graph: fx.Graph, inputs: list[Any]) -> list[Any]:
@@ -287,7 +285,6 @@ class _Lowering:
     def _end(self, node: fx.Node, call: Call, reason: str, inputs: list[Any]) -> Any:
         """The operator is no path: what it reads ends there, and what it returns begins anew."""
         carrying = [value for value in inputs if isinstance(value, Paths)]
-        pointwise = is_pointwise(node.target)
         parameters = frozenset().union(*map(parameters_of, inputs)) if inputs else frozenset()
         if not carrying and parameters:
             reason = f"a weight computed by {call.name}"
@@ -299,8 +296,7 @@ class _Lowering:
                 return fake
             shape = tuple(map(int, fake.shape))
             if carrying and (fake.is_floating_point() or fake.is_complex()):
-                same = all(self.builder.shape(value) == shape for value in carrying)
-                return self.builder.begin(shape, reason, carrying, pointwise=pointwise and same)
+                return self.builder.begin(shape, reason)
             return Unknown(shape, fake.is_floating_point(), reason, parameters)
 
         returned = node.meta.get("val")

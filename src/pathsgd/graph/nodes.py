@@ -118,8 +118,6 @@ class Begin:
     """Units where paths begin: inputs of the network, and whatever a non-homogeneous operator returns."""
 
     reason: str
-    pointwise: bool = False
-    """Whether it computes each unit from those at the same place: no norm, and no softmax."""
     products: str = ""
     """If every value is a sum of products of one entry each of what it is computed from, which ones, as for
     einsum. Paths end there, but rescalings pass."""

@@ -35,7 +35,7 @@ class PathGraph(Structure):
         parameters: a :class:`ParameterInfo` by parameter name.
         notes: what a reader of the report should know about the trace.
         boundaries: where regions end inside the network, as (node, module that ends it, reason).
-        begins: by node where paths begin, the ends of other regions that it is computed from.
+        multiplied: by product of activations, the ends of other regions that it multiplies.
         passed: the ends at which paths end but rescalings pass, as into a product of activations.
 
     Example:

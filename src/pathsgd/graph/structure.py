@@ -85,7 +85,7 @@ class Structure:
     parameters: Mapping[str, ParameterInfo]
     notes: tuple[str, ...] = ()
     boundaries: tuple[tuple[int, str, str], ...] = ()
-    begins: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    multiplied: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     passed: frozenset[int] = frozenset()
 
     def weights(self) -> Iterator[tuple[int, Weight]]:

@@ -167,7 +167,7 @@ class _Search:
             case nodes.Begin(products=""):
                 return torch.full((1,) * ndim, FIXED)
             case nodes.Begin(products=products):
-                return self.product(products, self.graph.begins[k])
+                return self.product(products, self.graph.multiplied[k])
             case nodes.Source(weight):
                 return self.source(k, weight, ndim)
             case nodes.Linear(weight):

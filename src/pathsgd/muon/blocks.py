@@ -19,7 +19,6 @@ from torch import Tensor
 from pathsgd.graph.nodes import Add, Conv, Expand, Linear, Permute, Reshape, Slice, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.structure import ParameterInfo
-from pathsgd.graph.union_find import UnionFind
 from pathsgd.graph.unit_classes import FIXED, UnitClasses, unit_classes_of
 from pathsgd.graph.unit_groups import Group, Part, find_unit_groups
 from pathsgd.graph.views import view_tensor
@@ -135,32 +134,27 @@ def _count(graph: PathGraph, found: dict[str, list[Block]]) -> dict[str, list[Bl
     counted = {}
     for name, blocks in found.items():
         regions = graph.parameters[name].regions
-        depth = max([1.0, *(depths.get(region, 1.0) for region in regions)])
+        depth = max([1.0, *(depths[region] for region in regions)])
         share = min(depth, max([1, *(turning[region] for region in regions)]))
         counted[name] = [replace(block, share=share) for block in blocks]
     return counted
 
 
 def find_depths(graph: PathGraph) -> dict[int, float]:
-    """The most layers in sequence in a region and in those that are joined to it, by region; at least 1.
+    """The most layers in sequence in a region, by region; at least 1.
 
     A sum has the mean of its summands' number, since a residual branch adds little to what passes it by.
     """
-    joined = UnionFind(max(graph.regions, default=-1) + 1)
     lengths: list[float] = []
-    for k, node in enumerate(graph.nodes):
-        for source in node.inputs:
-            joined.union(graph.regions[k], graph.regions[source])
-        before = [lengths[j] for j in node.inputs if not isinstance(graph.nodes[j].operation, Source)] or [
-            0.0
-        ]
+    for node in graph.nodes:
+        before = [lengths[j] for j in node.inputs if not isinstance(graph.nodes[j].operation, Source)]
+        before = before or [0.0]
         length = sum(before) / len(before) if isinstance(node.operation, Add) else max(before)
         lengths.append(length + isinstance(node.operation, (Linear, Conv)))
-    deepest: dict[int, float] = {}
+    deepest = dict.fromkeys(graph.regions, 1.0)
     for k in graph.ends:
-        group = joined.find(graph.regions[k])
-        deepest[group] = max(deepest.get(group, 1.0), lengths[k])
-    return {region: deepest.get(joined.find(region), 1.0) for region in graph.regions}
+        deepest[graph.regions[k]] = max(deepest[graph.regions[k]], lengths[k])
+    return deepest
 
 
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:

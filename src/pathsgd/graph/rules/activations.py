@@ -139,6 +139,6 @@ def softmax(b: Builder, call: Call) -> Value:
     """Ends the region; what it returns are weights that sum to one (see the rule of attention)."""
     x = call.paths("self")
     b.end(x, "softmax is not positively homogeneous")
-    begun = b.begin(call.shape, "softmax", [x])
+    begun = b.begin(call.shape, "softmax")
     last = call["dim"] in (-1, len(call.shape) - 1)
     return Paths(begun.node, mixes=last)

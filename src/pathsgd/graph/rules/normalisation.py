@@ -55,7 +55,7 @@ def group_norm(b: Builder, call: Call) -> list[Value]:
 
 def _ends(b: Builder, call: Call, x: Paths, reason: str, channel: int | None = None) -> Paths:
     b.end(x, reason)
-    y = b.begin(call.shape, call.name, [x])
+    y = b.begin(call.shape, call.name)
     ndim = len(call.shape)
     weight, bias = call.get("weight"), call.get("bias")
     if isinstance(weight, (Paths, Unknown)):

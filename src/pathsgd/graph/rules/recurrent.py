@@ -64,12 +64,10 @@ def gated_cell(b: Builder, call: Call) -> list[Value]:
     reason = f"{call.name} is not positively homogeneous"
     if call.name != "rnn_tanh_cell":
         b.end(states[-1], reason)  # the gates multiply it
-    gates = [
-        _gates(b, b.paths(value), [weight, bias], reason)
-        for value, weight, bias in _cell_inputs(b, call, states[0])
-        if not is_zero(value)
-    ]
-    return [b.begin(call.shape, reason, gates) for _ in states]
+    for value, weight, bias in _cell_inputs(b, call, states[0]):
+        if not is_zero(value):
+            _end_at_gates(b, b.paths(value), [weight, bias], reason)
+    return [b.begin(call.shape, reason) for _ in states]
 
 
 def _cell_inputs(b: Builder, call: Call, state: Value) -> list[tuple[Value, Weight, Weight | None]]:
@@ -80,13 +78,12 @@ def _cell_inputs(b: Builder, call: Call, state: Value) -> list[tuple[Value, Weig
     return list(zip([call["input"], state], weights, biases, strict=True))
 
 
-def _gates(b: Builder, x: Paths, weights: Sequence[Weight | None], reason: str) -> Paths:
-    """What gates are computed from, where paths end."""
+def _end_at_gates(b: Builder, x: Paths, weights: Sequence[Weight | None], reason: str) -> None:
+    """Paths end in what gates are computed from."""
     weight, *biases = weights
     assert weight is not None
     y = b.add([b.linear(x, weight), *(bias.as_role("bias") for bias in biases if bias is not None)])
     b.end(y, reason)
-    return y
 
 
 @rule("rnn_tanh", "gru", "lstm")
@@ -112,13 +109,13 @@ def gated(b: Builder, call: Call) -> list[Value]:
             k = layer * directions + direction
             w_ih, w_hh, *rest = parameters[per_layer * k : per_layer * (k + 1)]
             biases = rest[:2] if call["has_biases"] else [None, None]
-            gates = _gates(b, x, [w_ih, biases[0]], reason)
-            h = b.begin((*b.shape(x)[:-1], b.shape(states[-1])[-1]), reason, [gates])
+            _end_at_gates(b, x, [w_ih, biases[0]], reason)
+            h = b.begin((*b.shape(x)[:-1], b.shape(states[-1])[-1]), reason)
             h = b.linear(h, rest[-1]) if projected else h
-            _gates(b, h, [w_hh, biases[1]], reason)
+            _end_at_gates(b, h, [w_hh, biases[1]], reason)
             start = _initial(b, states[0], k)
             if start is not None:
-                _gates(b, start, [w_hh], reason)
+                _end_at_gates(b, start, [w_hh], reason)
             runs.append(h)
             last = b.slice(h, time, 0 if direction else b.shape(h)[time] - 1, 1)
             finals.append(b.permute(last, (time, *(d for d in range(len(b.shape(h))) if d != time))))

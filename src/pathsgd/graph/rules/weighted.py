@@ -34,7 +34,7 @@ def end_at_computed_weight(b: Builder, call: Call, x: Paths, weight: Unknown) ->
     """A layer whose weight is computed from parameters ends the region; its bias opens the next."""
     b.end(x, weight.reason)
     b.end(weight, weight.reason)
-    return b.begin(call.shape, weight.reason, [x])
+    return b.begin(call.shape, weight.reason)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
