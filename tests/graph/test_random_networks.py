@@ -12,7 +12,8 @@ import pathsgd
 from support.random_networks import check_planted, examine, make_network
 
 FRESH = random.SystemRandom().sample(range(1000, 10**9), 3)
-SEEDS = [*range(12), *FRESH]
+DIVIDES_ZERO_BY_ZERO = 33814448  # the first network drawn: normalised attention behind a token shift
+SEEDS = [*range(12), DIVIDES_ZERO_BY_ZERO, *FRESH]
 
 # Parts of the names of kinds that are not offered: weights that are used twice, seen in two ways.
 NOT_YET = ("weight", "learned token: multiplied")

@@ -144,24 +144,34 @@ class Network(nn.Module):
 
 def make_network(seed: int) -> PlantedNetwork:
     """A network in fp64 and in eval mode, every number of it generic."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = Network(random.Random(seed)).double().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                fan = parameter[0].numel() if parameter.dim() > 1 else 1
-                size = torch.rand_like(parameter) + 0.3
-                parameter.copy_(size * torch.randn_like(parameter).sign() / fan**0.5)
-            for name, buffer in model.named_buffers():
-                if "running" in name:
-                    buffer.copy_(torch.rand_like(buffer) + 0.3)
-        # Where nothing is divided, as before F.normalize, a scale has no influence: that is no rescaling.
-        planted = [
-            rescaling
-            for rescaling in model.find_rescalings()
-            if len({power > 0 for *_, power in rescaling.entries}) == 2
-        ]
-        return PlantedNetwork(model, model.example(), planted)
+        pick = random.Random(seed)
+        while True:
+            model = Network(pick).double().eval()
+            draw_weights(model)
+            example = model.example()
+            if model(example).isfinite().all():  # attention that divides by a sum may divide zero by zero
+                return PlantedNetwork(model, example, find_planted(model))
+
+
+def draw_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        fan = parameter[0].numel() if parameter.dim() > 1 else 1
+        size = torch.rand_like(parameter) + 0.3
+        parameter.copy_(size * torch.randn_like(parameter).sign() / fan**0.5)
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.copy_(torch.rand_like(buffer) + 0.3)
+
+
+def find_planted(model: Network) -> list[Rescaling]:
+    """Where nothing is divided, as before F.normalize, a scale has no influence: that is no rescaling."""
+    return [
+        rescaling
+        for rescaling in model.find_rescalings()
+        if len({power > 0 for *_, power in rescaling.entries}) == 2
+    ]
 
 
 def difference(a: Tensor, b: Tensor) -> float:
