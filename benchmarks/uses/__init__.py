@@ -1,0 +1,1 @@
+"""Where balance pays, on trained networks: each module is a command, ``python -m benchmarks.uses.NAME``."""
