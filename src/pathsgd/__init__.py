@@ -17,6 +17,9 @@ from pathsgd.muon.balanced_muon import BalancedMuon
 from pathsgd.paths.clip import clip_path_grad_norm_
 from pathsgd.paths.path_normalized import PathNormalized
 from pathsgd.paths.path_sgd import PathSGD
+from pathsgd.uses.inspection import Inspection, inspect
+from pathsgd.uses.path_importance import path_importance
+from pathsgd.uses.replace_relu6 import ClippedReLU, replace_relu6
 
 __version__ = "0.1.0"
 
@@ -24,9 +27,12 @@ __all__ = [  # noqa: RUF022
     # what is a unit, a path, a region
     "trace", "Inputs", "PathGraph", "ParameterInfo", "ParameterStatus",
     # numbers on paths
-    "path_norm", "group_norm", "path_vector", "gammas", "Gamma", "Gammas",
+    "path_norm", "group_norm", "path_vector", "gammas", "Gamma", "Gammas", "path_importance",
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
+    "replace_relu6", "ClippedReLU",
+    # a look at a network
+    "inspect", "Inspection",
     # training
     "BalancedMuon", "PathSGD", "PathNormalized", "clip_path_grad_norm_", "functional",
     # errors

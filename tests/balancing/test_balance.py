@@ -420,3 +420,64 @@ def test_products_of_units_that_are_far_from_balanced(attends):
         pathsgd.balance(model, graph), pathsgd.balance(rescaled, graph)
         for p, other in zip(model.parameters(), rescaled.parameters(), strict=True):
             torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-8)
+
+
+# What counts
+
+
+def norm_of(model, names, p):
+    return sum(float(model.get_parameter(name).detach().abs().pow(p).sum()) for name in names) ** (1 / p)
+
+
+@pytest.mark.parametrize("network", [networks.Mlp, cases.ConvPool, cases.Residual], **starts.by_name)
+def test_what_does_not_count_is_rescaled_with_the_rest(network):
+    model, x, graph = build(network)
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    counted = copy.deepcopy(model)
+    mu = pathsgd.balance(counted, graph, 4, 4, counted=weights)
+    assert mu == pytest.approx(norm_of(counted, weights, 4))
+    assert mu < 0.999 * norm_of(balanced(model, graph, 4, 4), weights, 4)
+    torch.testing.assert_close(counted(x), model(x), rtol=1e-9, atol=1e-11)
+
+
+def test_what_does_not_count_is_not_rounded():
+    model = stack(6, 4, 4, 2)
+    for module in model:
+        if isinstance(module, nn.Linear):
+            module.bias.data = module.bias.data.bfloat16()
+    biases = [module.bias.clone() for module in model if isinstance(module, nn.Linear)]
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    pathsgd.balance(model, pathsgd.trace(stack(6, 4, 4, 2)), counted=weights)
+    for before, after in zip(biases, (m.bias for m in model if isinstance(m, nn.Linear)), strict=True):
+        assert (after.detach() / before).log2().frac().abs().max() == 0
+
+
+def test_a_name_to_count_exists():
+    model, _, graph = build("depth 10")
+    with pytest.raises(PathError, match="no parameter 'weights' to count"):
+        pathsgd.balance(model, graph, counted=["0.weight", "weights"])
+    with pytest.raises(PathError, match="counted needs a finite q"):
+        pathsgd.balance(model, graph, q=math.inf, counted=["0.weight"])
+
+
+@pytest.mark.parametrize("p", [8, 16, 32])
+def test_powers_that_underflow(p):
+    """What leads into and out of a unit is so small that its p-th powers are zero, on one side or on both."""
+    model = stack(6, 8, 8, 2).double()
+    linear = [module for module in model if isinstance(module, nn.Linear)]
+    with torch.no_grad():
+        linear[0].weight[0] *= 1e-25
+        linear[0].bias[0] *= 1e-25
+        linear[1].weight[:, 0] *= 1e-25
+        linear[1].weight[1] *= 1e-60
+        linear[1].bias[1] *= 1e-60
+    graph = pathsgd.trace(model)
+    copied = copy.deepcopy(model)
+    pathsgd.unbalance(copied, graph, generator=torch.Generator().manual_seed(0))
+    first, second = balanced(model, graph, p, p), balanced(copied, graph, p, p)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=0)
+    again = balanced(first, graph, p, p)
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
+    x = torch.rand(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(first(x), model(x))

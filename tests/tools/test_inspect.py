@@ -54,6 +54,18 @@ def deep(fill=1e-30):
     return nn.Sequential(*layers)
 
 
+class Configuration:
+    def __init__(self, width=8):
+        self.width = width
+
+
+class Configured(nn.Linear):
+    config_class = Configuration
+
+    def __init__(self, config):
+        super().__init__(4, config.width)
+
+
 def fails():
     raise KeyError("no such\\nwidth")
 
@@ -187,6 +199,49 @@ def test_a_file_in_a_package_and_one_beside_others(folder, capsys):
     assert "elsewhere" not in (sys.modules["random"].__file__ or "")
 
 
+def test_a_class_that_takes_a_configuration_is_given_one(folder, capsys):
+    found = inspect(
+        capsys, "user_models:Configured", "--arguments", '{"width": 3}', "--input-shape", "1,4"
+    )  # fmt: skip
+    assert "weight     3x4" in found
+
+
+def test_a_model_in_a_file(folder, capsys):
+    torch.manual_seed(0)
+    model = user_module().mlp()
+    torch.save(model, "net.pt")
+    torch.save(model.state_dict(), "state.pt")
+    torch.export.save(
+        torch.export.export(model, (torch.zeros(5, 4),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)),
+        "net.pt2",
+    )
+    printed = inspect(capsys, "user_models:mlp", "--weights", "state.pt")
+    assert tables(inspect(capsys, "net.pt", "--trust")) == tables(printed)
+    assert tables(inspect(capsys, "net.pt2", "--trust")) == tables(printed), "with the inputs that it holds"
+
+
+class Marker:
+    """A pickle that runs code when it is read."""
+
+    def __reduce__(self):
+        return open, ("read", "w")
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.pt2"])
+def test_no_file_is_read_without_trust(folder, capsys, name):
+    torch.save(Marker(), name)
+    assert "give --trust if you trust it" in refused(capsys, name)
+    assert not (folder / "read").exists()
+
+
+def test_a_figure(folder, capsys):
+    arguments = ["user_models:instance", "--figure"]
+    printed = inspect(capsys, *arguments, "net.png")
+    assert printed.endswith(f"\n{pathsgd.inspect(user_module().instance)}\nfigure: net.png\n")
+    assert (folder / "net.png").read_bytes().startswith(b"\x89PNG")
+    assert "'xyz' is not supported" in refused(capsys, *arguments, "net.xyz")
+
+
 def test_dead_paths(folder, capsys):
     dead = tables(inspect(capsys, "user_models:deep", "--arguments", '{"fill": 0}'))
     assert (dead["log phi_2"], dead["mu_{2,inf}"][0]) == (["-inf"], "0")
@@ -210,6 +265,9 @@ def test_dead_paths(folder, capsys):
         (["user_models:mlp", "--weights", "code.pt"], ["without running code (UnpicklingError)"]),
         (["user_models:mlp", "--weights", "checkpoint.pt"], ["does not fit the model", "Missing key"]),
         (["user_models:mlp", "--weights", "other.pt"], ["does not fit the model", "Missing key"]),
+        (["other.pt", "--trust"], ["other.pt holds no model but dict", "--weights"]),
+        (["broken.pt2", "--trust"], ["reading broken.pt2 raised"]),
+        (["missing.pt", "--trust"], ["No such file", "missing.pt"]),
         (["broken.py:f"], ["importing", "broken.py raised SyntaxError"]),
         (["needs:f"], ["importing needs raised ModuleNotFoundError: No module named 'absent_one'"]),
     ],
@@ -219,6 +277,7 @@ def test_what_the_user_got_wrong_is_one_line(folder, capsys, arguments, parts):
     torch.save({"epoch": 3, "best": {"weight": torch.zeros(1)}}, "checkpoint.pt")
     torch.save(nn.Linear(2, 1), "code.pt")
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "broken.pt2").write_text("")
     (folder / "needs.py").write_text("import absent_one\n")
     line = refused(capsys, *arguments)
     for part in parts:

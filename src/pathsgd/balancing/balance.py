@@ -10,7 +10,7 @@ paper (:mod:`pathsgd.balancing.lemma1`), whose minimum is not unique.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,12 @@ from pathsgd.sharding import local_part, reduce_over_ranks, shards_of
 
 @torch.no_grad()
 def balance(
-    model: nn.Module, example_input: Example | PathGraph | None = None, p: float = 2, q: float = 2
+    model: nn.Module,
+    example_input: Example | PathGraph | None = None,
+    p: float = 2,
+    q: float = 2,
+    *,
+    counted: Collection[str] | None = None,
 ) -> float:
     """Rescales ``model`` in place to its equivalent of least ``mu_{p,q}``. The function does not change.
 
@@ -57,13 +62,15 @@ def balance(
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
         p: the order of the norm over the weights into a unit, from 1 to ``math.inf``.
         q: the order of the norm over units, from 1 to ``math.inf``; p is finite if q is.
+        counted: names of the parameters that mu counts, for finite q; by default all. The others are rescaled
+            with them. Before quantisation, those that are quantised.
 
     Returns:
         ``mu_{p,q}`` of the balanced model; for ``q = math.inf`` its :func:`pathsgd.group_norm`.
 
     Raises:
         TraceError: the model cannot be traced.
-        PathError: p or q is invalid, a parameter is not finite, or the graph is of another model.
+        PathError: p, q or a name is invalid, a parameter is not finite, or the graph is of another model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
@@ -77,6 +84,10 @@ def balance(
     tensors = graph.tensors(model, sharded=not math.isinf(q))
     check_finite(graph.parameters, tensors)
     units = unit_classes_of(graph)
+    if unknown := set(counted or ()) - set(graph.parameters):
+        raise PathError(f"there is no parameter {min(unknown)!r} to count")
+    if counted is not None and math.isinf(q):
+        raise PathError("counted needs a finite q: Lemma 1 counts all weights into a unit")
     if math.isinf(q):
         _, log_factors = solve_balance(graph, tensors, units, float(p))
         if float(log_factors.abs().max()) > _rounding(tensors.values()):
@@ -84,12 +95,13 @@ def balance(
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(acting, units, p, q, rows=rows)
+    edges = {name: e for name, e in units.parameters.items() if counted is None or name in counted}
+    factors = find_balancing_factors(acting, units, p, q, rows=rows, edges=edges)
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
         tensors[name].copy_(acting[name] - shift)
-    return measure_mu(acting, p, q, rows)
+    return measure_mu({name: acting[name] for name in edges}, p, q, rows)
 
 
 def check_orders(p: float, q: float) -> None:
@@ -154,7 +166,7 @@ def find_balancing_factors(
     fixed = torch.zeros(units.count, dtype=torch.bool) if held is None else held.clone()
     fixed[FIXED] = True
     factors = find_least_mu(tensors, edges, units.relations, fixed, float(p), float(q), rows)
-    exact = find_exact(tensors, edges, units.relations)
+    exact = find_exact(tensors, units.parameters, units.relations)  # those that do not count, too
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
         mantissa = torch.ones_like(mantissa)

@@ -87,15 +87,23 @@ def find_least_mu(
     ]
     layouts = [layout for layout in layouts if layout.is_changed or units]
     largest = [find_largest(layout) for layout in layouts]
-    exponents = find_exponents(join_edges(largest), relations, fixed)
     live = find_live(join_edges(largest), relations, fixed)
-    found = []
-    for layout, sizes in zip(layouts, largest, strict=True):
-        shift = _highest(sizes, exponents)
-        powers = sum_powers(layout, p, exponents, shift)
-        found.append(_take_logarithms(powers, p * shift * LOG_2))
     layers = _find_layers(layouts, relations)
-    t = _Solver(join_edges(found), relations, fixed, live, layers, p, q).run()
+
+    def start_from(factors: ClassFactors) -> _Solver:
+        found = []
+        for layout, sizes in zip(layouts, largest, strict=True):
+            shift = _highest(sizes, factors.exponent)
+            powers = sum_powers(layout, p, factors.exponent, shift)
+            found.append(_take_logarithms(powers, p * shift * LOG_2))
+        return _Solver(join_edges(found), relations, fixed, live, layers, p, q, factors.mantissa.log())
+
+    exponents = find_exponents(join_edges(largest), relations, fixed)
+    solver = start_from(ClassFactors(torch.ones(len(fixed), dtype=torch.float64), exponents))
+    if p != 2 and bool(solver.lost.any()):  # squares have the range of fp64, other powers do not
+        least_squares = find_least_mu(tensors, edges, relations, fixed, 2, 2)
+        solver, exponents = start_from(least_squares), least_squares.exponent
+    t = solver.run()
     # Halves are always rounded down, so that a second call changes nothing.
     whole = relations.complete(torch.ceil(t / LOG_2 - 0.5 - 1e-9))
     return ClassFactors((t - whole * LOG_2).exp(), exponents + whole.long())
@@ -197,9 +205,10 @@ class _Solver:
         layers: Tensor,
         p: float,
         q: float,
+        start: Tensor,
     ) -> None:
-        self.edges, self.relations, self.fixed, self.live = edges, relations, fixed, live
-        self.layers, self.p, self.q = layers, p, q
+        self.edges, self.relations = edges, relations
+        self.layers, self.p, self.q, self.start = layers, p, q, start
         self.count, self.order = len(fixed), max(p, q)
         self.layer_count = int(layers.max()) + 1
         # The edges of the list, then one for every row of a matrix; and one for every column.
@@ -209,6 +218,10 @@ class _Solver:
         self.no_weight = torch.zeros(int(self.units.max()) + 1 if len(self.units) else 0, dtype=torch.float64)
         self.is_loop = edges.is_loop
         self._join_layers()
+        # Powers that underflow say nothing of where the minimum is: such units stay where they are.
+        shrinking, growing = self._find_sides(self._measure(start, live | fixed))
+        self.lost = live & relations.is_free & (torch.minimum(shrinking, growing) == -math.inf)
+        self.live, self.known = live & ~self.lost, fixed | self.lost
 
     def _join_layers(self) -> None:
         """Numbers the pairs of layers that edges join, with the coefficients of the numbers that move layers:
@@ -257,14 +270,14 @@ class _Solver:
         return moves
 
     def run(self) -> Tensor:
-        t = torch.zeros(self.count, dtype=torch.float64)
+        t = self.start
         if bool(self.live.any()):
             t = self._minimize(t)
             t = self._keep_from_fading(t)
         return self._settle_others(t)
 
     def _minimize(self, t: Tensor) -> Tensor:
-        active = self.live | self.fixed
+        active = self.live | self.known
         t = t + self._equalize_layers(self._measure(t, active))
         least, best, step, past = math.inf, t, t, _Past()
         smallest, idle = math.inf, 0
@@ -361,7 +374,7 @@ class _Solver:
     # Classes without a minimum
 
     def _keep_from_fading(self, t: Tensor) -> Tensor:
-        flow = self._measure(t, self.live | self.fixed)
+        flow = self._measure(t, self.live | self.known)
         norm = flow.arriving / self.q
         least = self._mean_norm(norm) + math.log(FADED)
         has_norm = self.live & (norm > -math.inf)
@@ -376,7 +389,7 @@ class _Solver:
     def _settle_others(self, t: Tensor) -> Tensor:
         """Brings the side that is not zero of every other class to the mean norm of its layer, or to 1, in
         the order in which walks reach them."""
-        learned = Learned(self.relations, self.live | self.fixed, t)
+        learned = Learned(self.relations, self.live | self.known, t)
         if bool(learned.known.all()):
             return t
         flow = self._measure(t, learned.known)

@@ -6,9 +6,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from pathsgd import Imbalance, imbalance, path_norm
+from torch import nn
+
+from pathsgd import Imbalance, PathError, PathGraph, imbalance, inspect, path_norm
 from pathsgd.cli.user_model import load_model, make_parser, trace_model
 
 ABOUT = """\
@@ -25,12 +28,17 @@ the layers   named as pathsgd.rescale names them: the number of units, the norm 
              and their imbalance: +5 means that the weights into a unit are 2^5 times too large, and those
              out of it 2^5 times too small
 
-Importing a module runs the code in it, so inspect code you trust. Weights are read by
-torch.load(weights_only=True), which runs none.
+--figure     draws for each layer the imbalance of its units, those that are dead, and what rounding its
+             weights to 8 and to 4 bits loses, now and after pathsgd.balance(p=8, q=8)
+
+Importing a module runs the code in it, and reading a whole model from a file can, so inspect what you
+trust. State dicts (--weights) are read by torch.load(weights_only=True), which runs none.
 
 examples:
   pathsgd inspect mypkg.models:resnet --input-shape 1,3,32,32
   pathsgd inspect train.py:Net --arguments '{"width": 64}' --input-shape 1,784 --weights net.pt
+  pathsgd inspect net.pt2 --trust --figure net.png
+  pathsgd inspect transformers:GPT2Model --arguments '{"n_layer": 2}' --input-shape 1,16 --input-dtype int64
 """
 LEGEND = """\
 norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
@@ -40,13 +48,26 @@ from the balanced network; 0 is balanced, - is a layer without units that can be
 def main(arguments: Sequence[str]) -> None:
     options = make_parser(ABOUT).parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # for what the user's code prints
-        model = load_model(options)
-        graph = trace_model(options, model)
+        model, example = load_model(options)
+        graph = trace_model(options, model, example)
     print(graph, end="\n\n", flush=True)
     measured = imbalance(model, graph, options.p, math.inf)
     regions = range(len(graph.parameter_regions()))
     log_phi = {k: path_norm(model, graph, options.p, log=True, region=k).item() for k in regions}
     print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
+    if options.figure is not None:
+        print("", *_write_figure(model, graph, options.figure), sep="\n")
+
+
+def _write_figure(model: nn.Module, graph: PathGraph, file: Path) -> tuple[str, str]:
+    """Returns what the figure says, and where it is."""
+    inspection = inspect(model, graph)
+    figure = inspection.draw()
+    try:
+        figure.savefig(file, dpi=150)
+    except ValueError as error:  # of a format that matplotlib does not write
+        raise PathError(str(error)) from error
+    return str(inspection), f"figure: {file}"
 
 
 def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list[str]:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pathsgd import PathError, PathGraph, TraceError, trace
+from pathsgd import Inputs, PathError, PathGraph, TraceError, trace
 
 CHECKPOINT_KEYS = ("state_dict", "model_state_dict", "model", "state")
 """Keys under which checkpoints keep a model's state dict."""
+SAVED_MODELS = (".pt", ".pth", ".pt2")
 MAX_REASON = 160
 """Characters of what load_state_dict says that are printed."""
 
@@ -35,9 +36,12 @@ def make_parser(about: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help="package.module:name or path/to/file.py:name of a model, or of a "
-        "class or function that makes one; the current folder can be imported from")  # fmt: skip
+        "class or function that makes one; the current folder can be imported from. Or, with --trust, a file "
+        "of torch.save(model) (.pt, .pth) or torch.export.save (.pt2)")  # fmt: skip
+    add("--trust", action="store_true", help="read a model from a file, which can run code that is in it")
     add("--arguments", type=_read_keywords, default={}, metavar="JSON",
-        help="keyword arguments of the class or function: '{\"width\": 64}'")  # fmt: skip
+        help="keyword arguments of the class or function, for a model of transformers those of its "
+        "configuration: '{\"width\": 64}'")  # fmt: skip
     add("--input-shape", type=_read_shape, action="append", default=[], metavar="SIZES",
         help="sizes of an input, batch included: 1,3,32,32; once for each positional input")  # fmt: skip
     add("--input-dtype", type=_read_dtype, action="append", default=[], metavar="DTYPE",
@@ -46,22 +50,29 @@ def make_parser(about: str) -> argparse.ArgumentParser:
     add("--weights", type=Path, metavar="FILE", help="load this state dict, or a checkpoint that holds one")
     add("--seed", type=int, default=0, help="seed of weights that are drawn at random")
     add("--p", type=float, default=2.0, help="order of the norms, from 1 to inf")
+    add("--figure", type=Path, metavar="FILE", help="draw the layers into this file, a PNG, SVG or PDF")
     return parser
 
 
-def load_model(options: argparse.Namespace) -> nn.Module:
-    """Makes the model that the options name, with its weights.
+def load_model(options: argparse.Namespace) -> tuple[nn.Module, Inputs | None]:
+    """Makes the model that the options name, with its weights; and its inputs, if they were saved with it.
 
     Raises:
         PathError: It cannot be imported or made, or its weights do not fit.
     """
     torch.manual_seed(options.seed)
-    text, target = options.target, _import_target(options.target)
+    text, example = options.target, None
+    if Path(text).suffix in SAVED_MODELS:
+        target, example = _read_model(Path(text), options.trust)
+    else:
+        target = _import_target(text)
     if not isinstance(target, nn.Module):
         if not callable(target):
             raise PathError(f"{text} is a {type(target).__name__}, not a model or a factory of models")
         try:
-            target = target(**options.arguments)
+            # Classes of transformers take a configuration, whose class they name.
+            configure = None if "config" in options.arguments else getattr(target, "config_class", None)
+            target = target(configure(**options.arguments)) if configure else target(**options.arguments)
         except (Exception, SystemExit) as error:
             raise PathError(f"{text} raised {_describe(error)}") from error
         if not isinstance(target, nn.Module):
@@ -70,10 +81,10 @@ def load_model(options: argparse.Namespace) -> nn.Module:
         raise PathError(f"{text} is a model already: --arguments are for a factory")
     if options.weights is not None:
         _load_weights(target, options.weights)
-    return target
+    return target, example
 
 
-def trace_model(options: argparse.Namespace, model: nn.Module) -> PathGraph:
+def trace_model(options: argparse.Namespace, model: nn.Module, example: Inputs | None) -> PathGraph:
     """Traces the model, without inputs if it starts with a linear layer. Errors name the options."""
     shapes, dtypes = options.input_shape, options.input_dtype
     if len(dtypes) not in (0, 1, len(shapes)):
@@ -83,12 +94,34 @@ def trace_model(options: argparse.Namespace, model: nn.Module) -> PathGraph:
     dtypes = dtypes if len(dtypes) == len(shapes) else (dtypes or [torch.float32]) * len(shapes)
     inputs = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     try:
-        return trace(model, inputs or None, batch_dim=options.batch_dim)
+        return trace(model, inputs or example, batch_dim=options.batch_dim)
     except TraceError as error:
         text = str(error).replace("example_input", "--input-shape")
         if "indices" in text:
             text += "; for inputs that are indices: --input-dtype int64"
         raise TraceError(text) from error
+
+
+def _read_model(file: Path, is_trusted: bool) -> tuple[Any, Inputs | None]:
+    """Reads a whole model, and its inputs from an archive of torch.export. Both kinds of file are pickles."""
+    if not is_trusted:
+        raise PathError(
+            f"reading a model from {file} can run code that is in it: give --trust if you trust it; a state "
+            "dict is read without running code by --weights, with a TARGET that makes the model"
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        if file.suffix == ".pt2":
+            program = torch.export.load(file)
+            return program.module(), Inputs(*program.example_inputs) if program.example_inputs else None
+        model = torch.load(file, map_location="cpu", weights_only=False)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError):  # says which file and why
+            raise
+        raise PathError(f"reading {file} raised {_describe(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise PathError(f"{file} holds no model but {type(model).__name__}: give a state dict by --weights")
+    return model, None
 
 
 def _import_target(text: str) -> Any:

@@ -75,7 +75,7 @@ def trace(
     _check_parameters(model)
     _check_memory(model)
     with whole_parameters(model):
-        args, kwargs = _as_inputs(model, example_input)
+        args, kwargs = as_inputs(model, example_input)
         graph = _trace_whole_or_parts(model, args, kwargs, batch_dim)
     graph.in_training.folded, graph.folded  # noqa: B018  found here, so that a compiled step finds them
     remember_model(graph, model)
@@ -150,7 +150,7 @@ def _check_memory(model: nn.Module) -> None:
             )
 
 
-def _as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_inputs(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if example is None:
         first = next(iter(model.children()), None) if isinstance(model, nn.Sequential) else None
         if not isinstance(first, nn.Linear):
