@@ -452,12 +452,52 @@ def test_what_does_not_count_is_not_rounded():
         assert (after.detach() / before).log2().frac().abs().max() == 0
 
 
-def test_a_name_to_count_exists():
+@pytest.mark.parametrize("network", [networks.Mlp, cases.ConvPool, cases.Residual, Products])
+@pytest.mark.parametrize("seed", range(3))
+def test_fixed_parameters_stay_and_the_rest_is_balanced(network, seed):
+    torch.manual_seed(seed)
+    if network is Products:
+        model, x = Products(attends=True).double(), torch.randn(2, 4, 3, dtype=torch.float64)
+        graph = pathsgd.trace(model, x)
+    else:
+        model, x, graph = build(network)
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    fixed = names[-seed]
+    rescaled = copy.deepcopy(model)
+    pathsgd.unbalance(rescaled, graph, units=100)
+    rescaled.get_parameter(fixed).data.copy_(model.get_parameter(fixed).data)  # another function, maybe
+    for start in (model, rescaled):
+        found = copy.deepcopy(start)
+        pathsgd.balance(found, graph, fixed=[fixed])
+        assert torch.equal(found.get_parameter(fixed), start.get_parameter(fixed))
+        torch.testing.assert_close(found(x), start(x), rtol=1e-9, atol=1e-9 * start(x).abs().max().item())
+        again = copy.deepcopy(found)
+        pathsgd.unbalance(again, graph, units=100)
+        pathsgd.balance(again, graph)
+        assert norm_of(found, graph.parameters, 2) >= norm_of(again, graph.parameters, 2) * (1 - 1e-9)
+        assert norm_of(found, graph.parameters, 2) <= norm_of(start, graph.parameters, 2) * (1 + 1e-9)
+
+
+@torch.no_grad()
+def test_units_beside_fixed_parameters_are_balanced():
+    model = stack(6, 8, 8, 2)
+    graph, other = pathsgd.trace(model), copy.deepcopy(model)
+    other[2].weight[3] /= 64
+    other[2].bias[3] /= 64
+    other[4].weight[:, 3] *= 64
+    for each in (model, other):
+        pathsgd.balance(each, graph, fixed=["0.weight"])
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, same, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("argument", ["counted", "fixed"])
+def test_names_of_parameters_exist(argument):
     model, _, graph = build("depth 10")
-    with pytest.raises(PathError, match="no parameter 'weights' to count"):
-        pathsgd.balance(model, graph, counted=["0.weight", "weights"])
-    with pytest.raises(PathError, match="counted needs a finite q"):
-        pathsgd.balance(model, graph, q=math.inf, counted=["0.weight"])
+    with pytest.raises(PathError, match="no parameter 'weights'"):
+        pathsgd.balance(model, graph, **{argument: ["0.weight", "weights"]})
+    with pytest.raises(PathError, match="fixed need a finite q"):
+        pathsgd.balance(model, graph, q=math.inf, **{argument: ["0.weight"]})
 
 
 @pytest.mark.parametrize("p", [8, 16, 32])

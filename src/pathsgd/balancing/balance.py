@@ -38,6 +38,7 @@ def balance(
     q: float = 2,
     *,
     counted: Collection[str] | None = None,
+    fixed: Collection[str] = (),
 ) -> float:
     """Rescales ``model`` in place to its equivalent of least ``mu_{p,q}``. The function does not change.
 
@@ -64,6 +65,8 @@ def balance(
         q: the order of the norm over units, from 1 to ``math.inf``; p is finite if q is.
         counted: names of the parameters that mu counts, for finite q; by default all. The others are rescaled
             with them. Before quantisation, those that are quantised.
+        fixed: names of parameters that stay as they are, for finite q, and with them the units that they lead
+            into or out of. Of adapters that are saved without their base, those of the base.
 
     Returns:
         ``mu_{p,q}`` of the balanced model; for ``q = math.inf`` its :func:`pathsgd.group_norm`.
@@ -84,10 +87,10 @@ def balance(
     tensors = graph.tensors(model, sharded=not math.isinf(q))
     check_finite(graph.parameters, tensors)
     units = unit_classes_of(graph)
-    if unknown := set(counted or ()) - set(graph.parameters):
-        raise PathError(f"there is no parameter {min(unknown)!r} to count")
-    if counted is not None and math.isinf(q):
-        raise PathError("counted needs a finite q: Lemma 1 counts all weights into a unit")
+    if unknown := {*(counted or ()), *fixed} - set(graph.parameters):
+        raise PathError(f"there is no parameter {min(unknown)!r}")
+    if math.isinf(q) and (counted is not None or fixed):
+        raise PathError("counted and fixed need a finite q: Lemma 1 is about all weights into a unit")
     if math.isinf(q):
         _, log_factors = solve_balance(graph, tensors, units, float(p))
         if float(log_factors.abs().max()) > _rounding(tensors.values()):
@@ -96,7 +99,8 @@ def balance(
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
     edges = {name: e for name, e in units.parameters.items() if counted is None or name in counted}
-    factors = find_balancing_factors(acting, units, p, q, rows=rows, edges=edges)
+    held = find_held(units, fixed)
+    factors = find_balancing_factors(acting, units, p, q, rows=rows, held=held, edges=edges)
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
@@ -126,6 +130,16 @@ def check_finite(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
+
+
+def find_held(units: UnitClasses, fixed: Iterable[str]) -> Tensor:
+    """Whether a class stays as it is, since it leads into or out of one of these parameters; by class."""
+    held = torch.zeros(units.count, dtype=torch.bool)
+    held[FIXED] = True
+    for name in fixed:
+        if edge := units.parameters.get(name):
+            held[edge.head.flatten()] = held[edge.tail.flatten()] = True
+    return units.relations.hold(held)
 
 
 def find_exact(
@@ -163,9 +177,8 @@ def find_balancing_factors(
         edges: of the parameters that count; all by default.
     """
     edges = units.parameters if edges is None else edges
-    fixed = torch.zeros(units.count, dtype=torch.bool) if held is None else held.clone()
-    fixed[FIXED] = True
-    factors = find_least_mu(tensors, edges, units.relations, fixed, float(p), float(q), rows)
+    held = find_held(units, ()) if held is None else held
+    factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows)
     exact = find_exact(tensors, units.parameters, units.relations)  # those that do not count, too
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):

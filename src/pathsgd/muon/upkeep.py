@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pathsgd._torch import Version, is_capturing
-from pathsgd.balancing.balance import check_finite, find_balancing_factors, find_exact
+from pathsgd.balancing.balance import check_finite, find_balancing_factors, find_exact, find_held
 from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.balancing.equivalence import Changes, agree, join_changes, read_factors
 from pathsgd.errors import PathError
@@ -77,13 +77,7 @@ class Upkeep:
     def _find_free_units(self) -> None:
         """Which units are rescaled, and the parameters that lead into or out of these."""
         self._trained = self._find_trained()
-        self.held = torch.zeros(self.units.count, dtype=torch.bool)
-        self.held[FIXED] = True
-        for name, edge in self.units.parameters.items():
-            if name not in self._trained:
-                self.held[edge.head.flatten()] = True
-                self.held[edge.tail.flatten()] = True
-        self.held = self.units.relations.hold(self.held)
+        self.held = find_held(self.units, set(self.units.parameters) - self._trained)
         self.parameters = {
             name: self.owned[name] for name, edge in self.units.parameters.items() if self._is_free(edge)
         }
