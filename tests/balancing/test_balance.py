@@ -422,34 +422,11 @@ def test_products_of_units_that_are_far_from_balanced(attends):
             torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-8)
 
 
-# What counts
+# What stays
 
 
 def norm_of(model, names, p):
     return sum(float(model.get_parameter(name).detach().abs().pow(p).sum()) for name in names) ** (1 / p)
-
-
-@pytest.mark.parametrize("network", [networks.Mlp, cases.ConvPool, cases.Residual], **starts.by_name)
-def test_what_does_not_count_is_rescaled_with_the_rest(network):
-    model, x, graph = build(network)
-    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    counted = copy.deepcopy(model)
-    mu = pathsgd.balance(counted, graph, 4, 4, counted=weights)
-    assert mu == pytest.approx(norm_of(counted, weights, 4))
-    assert mu < 0.999 * norm_of(balanced(model, graph, 4, 4), weights, 4)
-    torch.testing.assert_close(counted(x), model(x), rtol=1e-9, atol=1e-11)
-
-
-def test_what_does_not_count_is_not_rounded():
-    model = stack(6, 4, 4, 2)
-    for module in model:
-        if isinstance(module, nn.Linear):
-            module.bias.data = module.bias.data.bfloat16()
-    biases = [module.bias.clone() for module in model if isinstance(module, nn.Linear)]
-    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    pathsgd.balance(model, pathsgd.trace(stack(6, 4, 4, 2)), counted=weights)
-    for before, after in zip(biases, (m.bias for m in model if isinstance(m, nn.Linear)), strict=True):
-        assert (after.detach() / before).log2().frac().abs().max() == 0
 
 
 @pytest.mark.parametrize("network", [networks.Mlp, cases.ConvPool, cases.Residual, Products])
@@ -491,13 +468,12 @@ def test_units_beside_fixed_parameters_are_balanced():
         torch.testing.assert_close(one, same, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("argument", ["counted", "fixed"])
-def test_names_of_parameters_exist(argument):
+def test_names_of_fixed_parameters_exist():
     model, _, graph = build("depth 10")
     with pytest.raises(PathError, match="no parameter 'weights'"):
-        pathsgd.balance(model, graph, **{argument: ["0.weight", "weights"]})
-    with pytest.raises(PathError, match="fixed need a finite q"):
-        pathsgd.balance(model, graph, q=math.inf, **{argument: ["0.weight"]})
+        pathsgd.balance(model, graph, fixed=["0.weight", "weights"])
+    with pytest.raises(PathError, match="fixed needs a finite q"):
+        pathsgd.balance(model, graph, q=math.inf, fixed=["0.weight"])
 
 
 @pytest.mark.parametrize("p", [8, 16, 32])

@@ -37,7 +37,6 @@ def balance(
     p: float = 2,
     q: float = 2,
     *,
-    counted: Collection[str] | None = None,
     fixed: Collection[str] = (),
 ) -> float:
     """Rescales ``model`` in place to its equivalent of least ``mu_{p,q}``. The function does not change.
@@ -63,8 +62,6 @@ def balance(
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
         p: the order of the norm over the weights into a unit, from 1 to ``math.inf``.
         q: the order of the norm over units, from 1 to ``math.inf``; p is finite if q is.
-        counted: names of the parameters that mu counts, for finite q; by default all. The others are rescaled
-            with them. Before quantisation, those that are quantised.
         fixed: names of parameters that stay as they are, for finite q, and with them the units that they lead
             into or out of. Of adapters that are saved without their base, those of the base.
 
@@ -87,10 +84,10 @@ def balance(
     tensors = graph.tensors(model, sharded=not math.isinf(q))
     check_finite(graph.parameters, tensors)
     units = unit_classes_of(graph)
-    if unknown := {*(counted or ()), *fixed} - set(graph.parameters):
+    if unknown := set(fixed) - set(graph.parameters):
         raise PathError(f"there is no parameter {min(unknown)!r}")
-    if math.isinf(q) and (counted is not None or fixed):
-        raise PathError("counted and fixed need a finite q: Lemma 1 is about all weights into a unit")
+    if fixed and math.isinf(q):
+        raise PathError("fixed needs a finite q: Lemma 1 is about all weights into a unit")
     if math.isinf(q):
         _, log_factors = solve_balance(graph, tensors, units, float(p))
         if float(log_factors.abs().max()) > _rounding(tensors.values()):
@@ -98,14 +95,12 @@ def balance(
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    edges = {name: e for name, e in units.parameters.items() if counted is None or name in counted}
-    held = find_held(units, fixed)
-    factors = find_balancing_factors(acting, units, p, q, rows=rows, held=held, edges=edges)
+    factors = find_balancing_factors(acting, units, p, q, rows=rows, held=find_held(units, fixed))
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
         tensors[name].copy_(acting[name] - shift)
-    return measure_mu({name: acting[name] for name in edges}, p, q, rows)
+    return measure_mu(acting, p, q, rows)
 
 
 def check_orders(p: float, q: float) -> None:
@@ -162,24 +157,22 @@ def find_balancing_factors(
     q: float = 2,
     rows: Mapping[str, Tensor] | None = None,
     held: Tensor | None = None,
-    edges: Mapping[str, EdgeClasses] | None = None,
 ) -> ClassFactors:
     """The factors that lead to least mu_{p,q}: powers of two where a parameter has 16 bits, and where the
     network is balanced up to these already.
 
     Args:
-        tensors: the parameters.
+        tensors: the parameters; those of other optimizers may be left out.
         units: their classes.
         p: as in :func:`balance`.
         q: as in :func:`balance`.
         rows: of :func:`find_rows`, if p and q differ.
         held: by class, whether it is to stay as it is.
-        edges: of the parameters that count; all by default.
     """
-    edges = units.parameters if edges is None else edges
+    edges = {name: edge for name, edge in units.parameters.items() if name in tensors}
     held = find_held(units, ()) if held is None else held
     factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows)
-    exact = find_exact(tensors, units.parameters, units.relations)  # those that do not count, too
+    exact = find_exact(tensors, edges, units.relations)
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
         mantissa = torch.ones_like(mantissa)

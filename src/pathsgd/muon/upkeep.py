@@ -210,9 +210,8 @@ class Upkeep:
         if not self.parameters:
             return
         check_finite(self.parameters, self.parameters)
-        edges = {name: self.units.parameters[name] for name in self.parameters}
         with self.whole_gains():
-            factors = find_balancing_factors(self.parameters, self.units, edges=edges, held=self.held)
+            factors = find_balancing_factors(self.parameters, self.units, held=self.held)
         self._scale(factors, state)
         self._choose_references()
         self._remember()
