@@ -32,7 +32,7 @@ types: $(STAMP) ## check types, strictly
 
 docs: $(STAMP) ## build the documentation into site/; warnings are errors
 	@echo "==> mkdocs build"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 	@echo "==> pytest"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class PathError(ValueError):
@@ -67,3 +69,10 @@ def check_p(p: object) -> float:
     if LARGEST_P < p < math.inf:
         raise PathError(f"Invalid p: {p} (p over {LARGEST_P} is beyond floats; use math.inf)")
     return float(p)
+
+
+def check_state(state_dict: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Refuses the state of an optimizer whose groups do not have all of these options."""
+    for name in options:
+        if not all(name in group for group in state_dict["param_groups"]):
+            raise ValueError(f"this is the state of another optimizer: its groups have no {name!r}")

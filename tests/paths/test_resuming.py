@@ -57,6 +57,22 @@ def check_resumed(model, make, x, steps=2):
             assert torch.equal(p, expected), (how, name)
 
 
+@pytest.mark.parametrize("foreign", ["SGD", "AdamW", *OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_another_optimizer_is_refused(name, foreign):
+    model = stack(6, 4, 2)
+    plain = getattr(torch.optim, foreign, None)  # of the base of a PathNormalized it is taken
+    other = plain(model.parameters()) if plain else OPTIMIZERS[foreign](model, None)
+    optimizer = OPTIMIZERS[name](model, None)
+    lr = optimizer.param_groups[0]["lr"]
+    if foreign == name or {name, foreign} == {"PathSGD", "momentum"}:
+        optimizer.load_state_dict(other.state_dict())
+    else:
+        with pytest.raises(ValueError, match="state of another optimizer"):
+            optimizer.load_state_dict(other.state_dict())
+        assert optimizer.param_groups[0]["lr"] == lr
+
+
 @pytest.mark.parametrize("name", ["momentum", "AdamW", "BalancedMuon"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_every_case(case, name):

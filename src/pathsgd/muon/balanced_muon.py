@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, keep_uncompiled
+from pathsgd.errors import check_state
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.muon.block_table import BlockTable
@@ -237,9 +238,7 @@ class BalancedMuon(Optimizer):
         Raises:
             ValueError: it is the state of another optimizer.
         """
-        for name in self.defaults:
-            if not all(name in group for group in state_dict["param_groups"]):
-                raise ValueError(f"this is the state of another optimizer: its groups have no {name!r}")
+        check_state(state_dict, self.defaults)
         super().load_state_dict(state_dict)
         # torch takes all state to the dtype of its parameter.
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]

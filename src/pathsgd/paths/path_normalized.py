@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import load_state_dict_hooks
-from pathsgd.errors import PathError, check_p
+from pathsgd.errors import PathError, check_p, check_state
 from pathsgd.geometry.gamma import Gamma
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
@@ -116,11 +116,15 @@ class PathNormalized(Optimizer):
 
         Args:
             state_dict: what :meth:`state_dict` returned, here or of the plain base optimizer.
+
+        Raises:
+            ValueError: it is the state of another optimizer.
         """
         before, after = load_state_dict_hooks(self)
         for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        check_state(state_dict, self.defaults)
         self.base.load_state_dict(state_dict)
         self._share(self.base)
         for hook in after:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import is_compiling
-from pathsgd.errors import check_p
+from pathsgd.errors import check_p, check_state
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.paths.blocked import BlockedChain
@@ -140,7 +140,11 @@ class PathSGD(Optimizer):
 
         Args:
             state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: it is the state of another optimizer.
         """
+        check_state(state_dict, self.defaults)
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
