@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-OUTSIDE = re.compile(r"(?<!!)\[([^\]]*)\]\((?:\.\./)+((?:benchmarks|examples|results|src|study|tests)[^)#\s]*)\)")
+OUTSIDE = re.compile(
+    r"(?<!!)\[([^\]]*)\]\((?:\.\./)+((?:benchmarks|examples|results|src|study|tests)[^)#\s]*)\)"
+)
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.league.deep_networks import head, mobilenet_v2
 from benchmarks.league.seen import Causal
-from benchmarks.league.tasks import Task, cifar, text
+from benchmarks.league.tasks import Images, Task, cifar, text
 from benchmarks.league.tuned_on import OnPatches, TransformerBlock
 from benchmarks.networks import ResNet
 
@@ -89,6 +89,12 @@ NETWORKS = {
     "vit": Trained("ViT, GELU", vit, _images(15), adamw=True),
     "llama": Trained("Llama, bytes", llama, _bytes, adamw=True),
 }
+
+
+def first_images(task: Images, count: int = 2000) -> Images:
+    """The task with fewer images to test on."""
+    x, y = task.held_out["test"]
+    return replace(task, held_out={"test": (x[:count], y[:count])})
 
 
 def name_of(network: Trained) -> str:

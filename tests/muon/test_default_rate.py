@@ -57,6 +57,11 @@ def test_a_rate_that_was_given_stays():
     assert train(model, BalancedMuon(model, lr=DEFAULT), 5) == 5 * [DEFAULT]
 
 
+def test_the_usual_rate_of_others_is_noticed():
+    with pytest.warns(UserWarning, match="angle"):
+        BalancedMuon(network(), lr=1e-3)
+
+
 def test_a_tensor_stays():
     model = network()
     optimizer = BalancedMuon(model, lr=torch.tensor(0.02))

@@ -71,7 +71,7 @@ def test_its_numbers_are_those_of_paths(model):
         ("0", 8, 2), ("2", 8, 0), ("4", 3, 0)
     ]  # fmt: skip
     balanced = copy.deepcopy(model)
-    pathsgd.balance(balanced)
+    pathsgd.balance(balanced, p=4, q=4)
     for layer in found.layers:
         for bits in (8, 4):
             assert layer.loss[bits] == pytest.approx(measure_loss(model, layer.name, bits))

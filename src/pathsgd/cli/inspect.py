@@ -29,7 +29,7 @@ the layers   named as pathsgd.rescale names them: the number of units, the norm 
              out of it 2^5 times too small
 
 --figure     draws for each layer the imbalance of its units, those that are dead, and what rounding its
-             weights to 8 and to 4 bits loses, now and after pathsgd.balance
+             weights to 8 and to 4 bits loses, now and after pathsgd.balance(p=4, q=4)
 
 Importing a module runs the code in it, and reading a whole model from a file can, so inspect what you
 trust. State dicts (--weights) are read by torch.load(weights_only=True), which runs none.

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,11 @@ class BalancedMuon(Optimizer):
                 raise ValueError(f"Invalid {name} value: {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Invalid betas: {betas}")
+        if isinstance(lr, float) and 0 < lr <= 2e-3:
+            warnings.warn(
+                f"lr={lr:g} is a tiny angle, which hardly trains; leave it out, or fine-tune at 0.009",
+                stacklevel=2,
+            )
         lazy_graph, params = connect(
             "BalancedMuon", model, example_input, graph, batch_dim, needs_paths=False
         )

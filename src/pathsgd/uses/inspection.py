@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BITS = (8, 4)
+BITS, P = (8, 4), 4
+"""What weights are rounded to, and the order of mu that is balanced by before."""
 MOST_ROWS, MOST_LETTERS = 60, 36
 """Of a figure, and of a layer's name in it."""
 
@@ -46,7 +47,7 @@ class InspectedLayer:
     loss: Mapping[int, float]
     """What rounding the matrices to 8 and to 4 bits loses; empty if there are none, or zeros alone."""
     loss_balanced: Mapping[int, float]
-    """The same after ``balance(model, x)``."""
+    """The same after ``balance(model, x, p=4, q=4)``."""
 
     @property
     def quantiles(self) -> tuple[float, ...]:
@@ -155,7 +156,8 @@ def inspect(model: nn.Module, example_input: Example | PathGraph | None = None) 
     graph = trace(model, example_input)
     tensors = {name: tensor.detach() for name, tensor in graph.tensors(model).items()}
     check_finite(graph.parameters, tensors)
-    balanced, octaves, ratio = _balance(graph, tensors)
+    _, octaves, ratio = _balance(graph, tensors, 2)
+    balanced, _, _ = _balance(graph, tensors, P)
     both = [(each, measure_gammas(graph, each)) for each in (tensors, balanced)]
     layers = []
     for row in _find_rows(graph, *both[0], octaves):
@@ -165,15 +167,15 @@ def inspect(model: nn.Module, example_input: Example | PathGraph | None = None) 
     return Inspection(graph.model, ratio, tuple(layers))
 
 
-def _balance(graph: PathGraph, tensors: Tensors) -> tuple[dict[str, Tensor], Tensor, float | None]:
-    """A copy of least ``mu_{2,2}``, the imbalance of every class in octaves, and mu over the least mu."""
+def _balance(graph: PathGraph, tensors: Tensors, p: float) -> tuple[dict[str, Tensor], Tensor, float | None]:
+    """A copy of least ``mu_{p,p}``, the imbalance of every class in octaves, and mu over the least mu."""
     units = unit_classes_of(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(acting, units)
+    factors = find_balancing_factors(acting, units, p, p)
     balanced = {name: tensor.clone() for name, tensor in acting.items()}
     for name, edge in units.parameters.items():
         factors.scale_(balanced[name], edge)
-    mu, least = (measure_mu(each, 2, 2, None) for each in (acting, balanced))
+    mu, least = (measure_mu(each, p, p, None) for each in (acting, balanced))
     for name, shift in units.shifts.items():
         balanced[name] -= shift
     octaves = -(factors.mantissa.log2() + factors.exponent)
