@@ -35,7 +35,6 @@ def test_an_average_that_was_copied_before_computes_another_function():
     assert distance(early(x), expected) > 0.1
 
 
-@pytest.mark.filterwarnings("ignore:lr=0.001")
 @pytest.mark.parametrize("first", [True, False])
 def test_torch_averages_are_right_whenever_they_are_made(first):
     """AveragedModel takes the weights as they are at its first update, which comes after the optimizer."""

@@ -179,16 +179,13 @@ def test_load_hooks_of_path_normalized():
     assert called == ["before", "after"]
 
 
-def test_one_element_lr_and_states_of_older_kinds():
+def test_one_element_lr():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     model.gain = nn.Parameter(torch.ones(()))
     optimizer = PathSGD(model, torch.zeros(1, 3), lr=torch.tensor([0.1]))
     (model(torch.randn(5, 3)).sum() * model.gain).backward()
     optimizer.step()
-    state = torch.optim.SGD(model.parameters(), lr=0.5).state_dict()
-    optimizer.load_state_dict(state)
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert model.gain.item() != 1
 
 
 def test_sparse_gradients_cannot_be_clipped():

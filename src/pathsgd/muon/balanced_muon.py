@@ -122,7 +122,7 @@ class BalancedMuon(Optimizer):
                 raise ValueError(f"Invalid {name} value: {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Invalid betas: {betas}")
-        if isinstance(lr, float) and 0 < lr <= 2e-3:
+        if isinstance(lr, float) and 1e-5 <= lr <= 2e-3:  # AdamW's
             warnings.warn(
                 f"lr={lr:g} is a tiny angle, which hardly trains; leave it out, or fine-tune at 0.009",
                 stacklevel=2,

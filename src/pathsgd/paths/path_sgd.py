@@ -159,9 +159,6 @@ class PathSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._chains = _Chains(self.gammas)
-        for group in self.param_groups:  # of a state saved before an option was there, or of torch's SGD
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
