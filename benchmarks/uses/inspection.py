@@ -56,7 +56,11 @@ def minilm() -> Looked:
 
 def efficientnet() -> Looked:
     """As converters see it: batch norms folded, and each channel with the bound of its own ReLU6."""
-    model, x = fold(load_efficientnet_lite0()), torch.zeros(1, 3, 128, 128)
+    return fold_bounded(load_efficientnet_lite0(), torch.zeros(1, 3, 128, 128))
+
+
+def fold_bounded(model: nn.Module, x: Any) -> Looked:
+    model = fold(model)
     pathsgd.replace_relu6(model, x)
     return model, x
 
@@ -64,7 +68,7 @@ def efficientnet() -> Looked:
 def ours(name: str) -> Callable[[], Looked]:
     network = NETWORKS[name]
     x = torch.zeros(1, 128, dtype=torch.long) if name == "llama" else torch.zeros(1, 3, 32, 32)
-    return lambda: (fold(network.load()), x)
+    return lambda: fold_bounded(network.load(), x)
 
 
 LOOKED_AT: dict[str, Callable[[], Looked]] = {

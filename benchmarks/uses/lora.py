@@ -7,6 +7,7 @@ nothing, so where B = 0, as at the start, every scale of A is the same network. 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import hashlib
@@ -143,7 +144,10 @@ class Study:
 
     def run(self, method: str, start: str, rank: int, scale: float, seed: int, rate: float) -> Row:
         """A row of the losses on both held-out parts."""
-        key = {"method": method, "start": start, "rank": rank, "scale": scale, "seed": seed, "rate": rate}
+        key = {
+            "method": method, "start": start, "rank": rank, "scale": scale, "seed": seed, "rate": rate,
+            "data": self.task.data_hash,
+        }  # fmt: skip
         for row in self.rows:
             if key.items() <= row.items():
                 return row
@@ -249,6 +253,7 @@ def draw(study: Study, path: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = read_rows("lora") if (RESULTS / "lora.json").exists() else []
     torch.set_num_threads(1)
     study = Study(NETWORKS["llama"].load, read_headers(), rows, lambda: write_rows("lora", rows))

@@ -64,7 +64,7 @@ def round_activations(model: nn.Module, x: Tensor) -> nn.Module:
     for watch in watches:
         watch.remove()
     for layer, (low, high) in ranges.items():
-        step = (high - low) / 255
+        step = max(max(0.0, high) - low, 1e-30) / 255
         rounded = functools.partial(_round_to_8_bits, step=step, zero=round(-low / step))
         layer.register_forward_pre_hook(rounded)
     return model
@@ -87,12 +87,13 @@ def fold(model: nn.Module) -> nn.Module:
     return fuse_fx(model) if has_norms else model
 
 
-def balanced(p: float) -> Callable[[nn.Module, Tensor], nn.Module]:
+def balanced(p: float, bounds: bool = True) -> Callable[[nn.Module, Tensor], nn.Module]:
     """By ``pathsgd.balance``. A large p equalises the ranges of all channels, in and out."""
 
     def balance(model: nn.Module, x: Tensor) -> nn.Module:
         model = fold(model)
-        pathsgd.replace_relu6(model, x)
+        if bounds:
+            pathsgd.replace_relu6(model, x)
         pathsgd.balance(model, x, p=p, q=p)
         return model
 
@@ -120,6 +121,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "Brevitas": by_brevitas,
     "Brevitas, ReLU6 kept": functools.partial(by_brevitas, relu6_to_relu=False),
     **{f"balance, p = q = {p}": balanced(p) for p in (2, 4, 8, 16)},
+    "balance, p = q = 4, ReLU6 kept": balanced(4, bounds=False),
 }
 
 
@@ -142,6 +144,7 @@ def measure(name: str, ways: Iterable[str], data: Path) -> list[Row]:
             continue  # its recorded rows are kept
         except Exception as error:
             rows.append({**row, "failure": f"{type(error).__name__}: {error}"[:100]})
+            print(rows[-1], flush=True)
             continue
         row["float"] = task.evaluate(equalised, "test")[task.metric]
         for label, (bits, by_channel, activations) in ROUNDINGS.items():

@@ -69,5 +69,7 @@ def test_one_module_in_two_places():
     pathsgd.replace_relu6(model, x)
     pathsgd.unbalance(model, x, factor=4.0, powers_of_two=True)
     assert torch.equal(model(x), before)
+    with pytest.raises(PathError, match="three axes"):
+        pathsgd.replace_relu6(nn.Sequential(nn.Linear(3, 4), nn.ReLU6()), x[None])
     with pytest.raises(PathError, match=r"'act' clips \[4, 5\] channels"):
         pathsgd.replace_relu6(Twice(5), x)

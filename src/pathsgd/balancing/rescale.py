@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,9 +57,12 @@ def rescale(model: nn.Module, example_input: Example | PathGraph | None, factors
     tensors = graph.tensors(model)
     units = unit_classes_of(graph)
     by_class = torch.ones(units.count, dtype=torch.float64)
+    found, terms = units.relations.terms, defaultdict(list)
+    for of, *term in zip(found.of.tolist(), found.by.tolist(), found.power.tolist(), strict=True):
+        terms[of].append(tuple(term))
     for key, value in factors.items():
         for unit, c in _find_classes(units, key, value):
-            free, power = _find_free_class(units, key, unit)
+            free, power = _find_free_class(terms, key, unit)
             by_class[free] *= c**power
     apply_factors(tensors, units, by_class)
 
@@ -99,15 +103,14 @@ def _find_classes(units: UnitClasses, key: Any, value: Any) -> list[tuple[int, f
     return pairs
 
 
-def _find_free_class(units: UnitClasses, key: Any, unit: int) -> tuple[int, float]:
+def _find_free_class(terms: Mapping[int, list[tuple[int, int]]], key: Any, unit: int) -> tuple[int, float]:
     """The class to rescale for a unit to be rescaled, and by which power of its factor."""
-    terms = units.relations.terms
-    terms = terms.select(terms.of == unit)
-    if len(terms.of) > 1:
+    if len(terms[unit]) > 1:
         raise RescaleError(
             f"the factor of {key!r} is the product of those of other units: rescale one of these"
         )
-    return int(terms.by), 1 / int(terms.power)
+    ((free, power),) = terms[unit]
+    return free, 1 / power
 
 
 def _unknown_owner(units: UnitClasses, owner: Any) -> str:

@@ -53,7 +53,7 @@ def replace_relu6(model: nn.Module, example_input: Example) -> None:
         example_input: as in :func:`pathsgd.trace`.
 
     Raises:
-        PathError: one module clips numbers of channels that differ.
+        PathError: one module clips numbers of channels that differ, or tensors of three axes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU6(), nn.Linear(3, 1))
@@ -72,6 +72,8 @@ def replace_relu6(model: nn.Module, example_input: Example) -> None:
     clipped: dict[nn.Module, ClippedReLU] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if x := outputs.get(module):
+            if any(one.dim() == 3 for one in x):
+                raise PathError(f"{name!r} clips a tensor of three axes, of which channels may be any")
             channels = {one.shape[1] for one in x}
             if len(channels) > 1:
                 raise PathError(f"{name!r} clips {sorted(channels)} channels; give each place its own ReLU6")
