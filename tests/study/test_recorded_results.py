@@ -35,7 +35,7 @@ def snapshot(out):
     return {path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("recorded", ["paper"], indirect=True)
+@pytest.mark.parametrize("recorded", ["digits"], indirect=True)
 def test_redrawing_writes_the_same_claims_and_all_figures(recorded):
     out, _ = recorded
     before = snapshot(out)
