@@ -51,6 +51,7 @@ def test_the_committed_numbers_are_read_and_drawn(path, tmp_path, capsys):
 
 def test_calls_of_the_library_are_timed(monkeypatch, capsys):
     monkeypatch.setattr(library_time, "NETWORKS", {"small": (lambda: stack(6, 8, 10), torch.ones(2, 6))})
+    monkeypatch.setattr(library_time, "REPEATS", 1)
     library_time.main(["--seconds", "0.001"])
     printed = capsys.readouterr().out
     assert all(f"\n  {call} " in printed for call in ("trace", "balance", "gammas", "path_norm"))
