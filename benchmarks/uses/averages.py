@@ -6,13 +6,11 @@ name the table and the figure are made of the records. About 10 minutes on a CPU
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ import pathsgd
 from benchmarks.league.tasks import Images
 from benchmarks.uses.folding import STARTS, fine_tune, make_optimizer, make_start, shift
 from benchmarks.uses.networks import NETWORKS
-from benchmarks.uses.rows import FIGURES, RESULTS, Row, print_table, read_rows, write_rows
+from benchmarks.uses.rows import FIGURES, Row, measure_by_network, print_table
 
 SOUPS = {"vgg": 3, "resnet-18": 2}
 RATES = (3e-4, 5e-4, 1e-3)
@@ -185,21 +183,7 @@ def draw(rows: Sequence[Row]) -> None:
     figure.savefig(FIGURES / "uses-averages.png")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"networks to measure anew: {list(SOUPS)}")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = read_rows("averages") if (RESULTS / "averages.json").exists() else []
-    for name in options.names:
-        task = NETWORKS[name].task(options.data)
-        assert isinstance(task, Images)
-        rows = [row for row in rows if row["network"] != name] + list(measure(name, shift(task)))
-        write_rows("averages", rows)
-    tabulate(rows)
-    draw(rows)
-
-
 if __name__ == "__main__":
-    main()
+    measure_by_network(
+        "averages", __doc__, lambda network, task: measure(network, shift(task)), tabulate, draw
+    )

@@ -6,21 +6,18 @@ the table and the figure are made of the records. 15 to 25 minutes on a CPU core
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization.quantize_fx import fuse_fx
 
 import pathsgd
 from benchmarks.league.tasks import Batch, Images
-from benchmarks.uses.networks import NETWORKS
-from benchmarks.uses.rows import FIGURES, RESULTS, Row, average, print_table, read_rows, write_rows
+from benchmarks.uses.networks import NETWORKS, fold
+from benchmarks.uses.rows import FIGURES, Row, average, measure_by_network, print_table
 
 SEEDS = {"vgg": 3, "resnet-18": 2}
 STARTS = ("batch norms kept", "folded", "folded, then `balance`")
@@ -49,7 +46,7 @@ def make_start(network: str, start: str, x: Tensor) -> nn.Module:
     """A trained network as it is, or folded, or balanced as well."""
     model = NETWORKS[network].load()
     if start != STARTS[0]:
-        model = fuse_fx(model)
+        model = fold(model)
     if start == STARTS[2]:
         pathsgd.balance(model, x)
     return model.to(memory_format=torch.channels_last)
@@ -202,22 +199,7 @@ def draw(rows: Sequence[Row]) -> None:
     figure.savefig(FIGURES / "uses-folding.png")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"networks to measure anew: {list(SEEDS)}")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = read_rows("folding") if (RESULTS / "folding.json").exists() else []
-    for name in options.names:
-        task = NETWORKS[name].task(options.data)
-        assert isinstance(task, Images)
-        others = [row for row in rows if row["network"] != name]
-        rows = others + list(measure(name, shift(task)))
-        write_rows("folding", rows)
-    tabulate(rows)
-    draw(rows)
-
-
 if __name__ == "__main__":
-    main()
+    measure_by_network(
+        "folding", __doc__, lambda network, task: measure(network, shift(task)), tabulate, draw
+    )

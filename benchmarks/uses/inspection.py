@@ -23,8 +23,7 @@ from torch import nn
 import pathsgd
 
 from .imagenet import load_efficientnet_lite0
-from .networks import NETWORKS
-from .quantisation import fold
+from .networks import NETWORKS, fold
 from .rows import FIGURES, Row, print_table, read_rows, write_rows
 
 Looked = tuple[nn.Module, Any]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.ao.quantization.quantize_fx import fuse_fx
 
 from benchmarks.league.deep_networks import head, mobilenet_v2
 from benchmarks.league.seen import Causal
@@ -95,6 +97,13 @@ def first_images(task: Images, count: int = 2000) -> Images:
     """The task with fewer images to test on."""
     x, y = task.held_out["test"]
     return replace(task, held_out={"test": (x[:count], y[:count])})
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """With batch norms in the convolutions before them, where there are any."""
+    has_norms = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    model = copy.deepcopy(model)  # what is not fused would be shared
+    return fuse_fx(model) if has_norms else model
 
 
 def name_of(network: Trained) -> str:

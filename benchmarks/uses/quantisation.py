@@ -1,7 +1,7 @@
 """Quantisation: what rounding the weights of a trained network costs, as trained and with channels equalised.
 
-``python -m benchmarks.uses.quantisation --data FOLDER`` measures everything that can be imported (aimet-torch
-and brevitas need not be there: their recorded rows are kept) and prints the table; ``--draw`` prints alone.
+``python -m benchmarks.uses.quantisation --data FOLDER`` measures what is missing in results/uses, as far as
+it can be imported (aimet-torch and brevitas need not be there), and prints the table; ``--draw`` only prints.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization.quantize_fx import fuse_fx
 
 import pathsgd
 from benchmarks.league.tasks import Images
 
 from .imagenet import load_efficientnet_lite0, zero_shot
-from .networks import NETWORKS, first_images
+from .networks import NETWORKS, first_images, fold
 from .rows import FIGURES, Row, print_table, read_rows, write_rows
 
 LAYERS = (nn.Conv2d, nn.Linear)
@@ -31,7 +30,9 @@ ROUNDINGS = {
     "int8 by channel": (8, True, False),
     "int4 by channel": (4, True, False),
     "int8 and activations": (8, False, True),
+    "int4 and activations": (4, False, True),
     "int8 by channel and activations": (8, True, True),
+    "int4 by channel and activations": (4, True, True),
 }
 """Bits of the weights, whether each output channel has a range of its own, and whether what enters a layer is
 rounded to 8 bits, too."""
@@ -80,13 +81,6 @@ def layers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, LAYERS)]
 
 
-def fold(model: nn.Module) -> nn.Module:
-    """With batch norms in the convolutions before them, where there are any."""
-    has_norms = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    model = copy.deepcopy(model)  # what is not fused would be shared
-    return fuse_fx(model) if has_norms else model
-
-
 def balanced(p: float, bounds: bool = True) -> Callable[[nn.Module, Tensor], nn.Module]:
     """By ``pathsgd.balance``. A large p equalises the ranges of all channels, in and out."""
 
@@ -125,7 +119,8 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 
 
-def measure(name: str, ways: Iterable[str], data: Path) -> list[Row]:
+def measure(name: str, ways: Iterable[str], data: Path, known: list[Row]) -> list[Row]:
+    """Rows of what is missing among those that are known."""
     if name == "efficientnet-lite0":
         task: Any = zero_shot(data)
         model = load_efficientnet_lite0()
@@ -138,16 +133,20 @@ def measure(name: str, ways: Iterable[str], data: Path) -> list[Row]:
         if "ReLU6" in way and not has_relu6:
             continue
         row: Row = {"network": name, "way": way}
+        row = next((one for one in known if row.items() <= one.items()), row)
+        missing = {label: how for label, how in ROUNDINGS.items() if label not in row}
+        if not missing:
+            continue
         try:
             equalised = WAYS[way](model, task.example)
         except ImportError:
             continue  # its recorded rows are kept
         except Exception as error:
-            rows.append({**row, "failure": f"{type(error).__name__}: {error}"[:100]})
+            rows.append({"failure": f"{type(error).__name__}: {error}"[:100], **row})
             print(rows[-1], flush=True)
             continue
         row["float"] = task.evaluate(equalised, "test")[task.metric]
-        for label, (bits, by_channel, activations) in ROUNDINGS.items():
+        for label, (bits, by_channel, activations) in missing.items():
             rounded = round_weights(equalised, bits, by_channel)
             if activations:
                 round_activations(rounded, calibration_of(task))
@@ -193,7 +192,8 @@ def show(row: Row, key: str) -> str:
 
 
 def print_rows(rows: list[Row]) -> None:
-    shown = ("float", "int8", "int6", "int4", "int8 by channel", "int4 by channel", "int8 and activations")
+    kinds = ("by channel", "and activations")
+    shown = ("float", "int8", "int6", "int4", *(f"int{bits} {kind}" for kind in kinds for bits in (8, 4)))
     table = []
     for row in rows:
         cells = [show(row, key) for key in shown]
@@ -240,7 +240,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.draw:
         for name in options.networks:
-            new = measure(name, options.ways, options.data)
+            new = measure(name, options.ways, options.data, read_rows("quantisation"))
             write_rows("quantisation", merge(read_rows("quantisation"), new))
     rows = read_rows("quantisation")
     print_rows(rows)

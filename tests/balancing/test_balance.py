@@ -393,26 +393,12 @@ def test_without_the_power_of_squares_the_function_changes(monkeypatch):
     assert not computes_the_same(model, balanced(model, graph), x)
 
 
-class Products(nn.Module):
-    """Products of units that lead on by themselves as well, and keys against queries without a softmax."""
-
-    def __init__(self, attends):
-        super().__init__()
-        self.attends = attends
-        self.a, self.q, self.k, self.v, self.b = (nn.Linear(n, 6) for n in (3, 6, 6, 6, 6))
-
-    def forward(self, x):
-        h = self.a(x).relu()
-        q, k, v = self.q(h), self.k(h), self.v(h)
-        return self.b((q @ k.mT).relu() @ v if self.attends else v + 0.3 * q * k)
-
-
 @pytest.mark.parametrize("attends", [False, True])
 def test_products_of_units_that_are_far_from_balanced(attends):
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     for seed in range(5):
         torch.manual_seed(seed)
-        model = Products(attends).double()
+        model = networks.Products(attends).double()
         for p in model.parameters():
             p.data.normal_()
         graph, rescaled = pathsgd.trace(model, x), copy.deepcopy(model)
@@ -420,60 +406,6 @@ def test_products_of_units_that_are_far_from_balanced(attends):
         pathsgd.balance(model, graph), pathsgd.balance(rescaled, graph)
         for p, other in zip(model.parameters(), rescaled.parameters(), strict=True):
             torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-8)
-
-
-# What stays
-
-
-def norm_of(model, names, p):
-    return sum(float(model.get_parameter(name).detach().abs().pow(p).sum()) for name in names) ** (1 / p)
-
-
-@pytest.mark.parametrize("network", [networks.Mlp, cases.ConvPool, cases.Residual, Products])
-@pytest.mark.parametrize("seed", range(3))
-def test_fixed_parameters_stay_and_the_rest_is_balanced(network, seed):
-    torch.manual_seed(seed)
-    if network is Products:
-        model, x = Products(attends=True).double(), torch.randn(2, 4, 3, dtype=torch.float64)
-        graph = pathsgd.trace(model, x)
-    else:
-        model, x, graph = build(network)
-    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    fixed = names[-seed]
-    rescaled = copy.deepcopy(model)
-    pathsgd.unbalance(rescaled, graph, units=100)
-    rescaled.get_parameter(fixed).data.copy_(model.get_parameter(fixed).data)  # another function, maybe
-    for start in (model, rescaled):
-        found = copy.deepcopy(start)
-        pathsgd.balance(found, graph, fixed=[fixed])
-        assert torch.equal(found.get_parameter(fixed), start.get_parameter(fixed))
-        torch.testing.assert_close(found(x), start(x), rtol=1e-9, atol=1e-9 * start(x).abs().max().item())
-        again = copy.deepcopy(found)
-        pathsgd.unbalance(again, graph, units=100)
-        pathsgd.balance(again, graph)
-        assert norm_of(found, graph.parameters, 2) >= norm_of(again, graph.parameters, 2) * (1 - 1e-9)
-        assert norm_of(found, graph.parameters, 2) <= norm_of(start, graph.parameters, 2) * (1 + 1e-9)
-
-
-@torch.no_grad()
-def test_units_beside_fixed_parameters_are_balanced():
-    model = stack(6, 8, 8, 2)
-    graph, other = pathsgd.trace(model), copy.deepcopy(model)
-    other[2].weight[3] /= 64
-    other[2].bias[3] /= 64
-    other[4].weight[:, 3] *= 64
-    for each in (model, other):
-        pathsgd.balance(each, graph, fixed=["0.weight"])
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, same, rtol=1e-9, atol=0)
-
-
-def test_names_of_fixed_parameters_exist():
-    model, _, graph = build("depth 10")
-    with pytest.raises(PathError, match="no parameter 'weights'"):
-        pathsgd.balance(model, graph, fixed=["0.weight", "weights"])
-    with pytest.raises(PathError, match="fixed needs a finite q"):
-        pathsgd.balance(model, graph, q=math.inf, fixed=["0.weight"])
 
 
 @pytest.mark.parametrize("p", [8, 16, 32])

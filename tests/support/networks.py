@@ -194,3 +194,17 @@ def traced(network, dtype=torch.float64):
 def dense_gammas(*arguments, **options):
     """pathsgd.gammas with every gamma as a tensor of its parameter's shape."""
     return {name: gamma.dense() for name, gamma in pathsgd.gammas(*arguments, **options).items()}
+
+
+class Products(nn.Module):
+    """Products of units that lead on by themselves as well, and keys against queries without a softmax."""
+
+    def __init__(self, attends):
+        super().__init__()
+        self.attends = attends
+        self.a, self.q, self.k, self.v, self.b = (nn.Linear(n, 6) for n in (3, 6, 6, 6, 6))
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        return self.b((q @ k.mT).relu() @ v if self.attends else v + 0.3 * q * k)

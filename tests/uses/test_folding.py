@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization.quantize_fx import fuse_fx
 
 import pathsgd
 from benchmarks.league.tasks import digits
 from benchmarks.networks import ResNet
 from benchmarks.uses import folding
 from benchmarks.uses.folding import fine_tune, make_optimizer
+from benchmarks.uses.networks import fold
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,6 @@ def trained(task):
     for _ in fine_tune(model, torch.optim.AdamW(model.parameters(), 1e-2), task, seed=0):
         pass
     return model.eval()
-
-
-def fold(model):
-    """Of a copy: what is not fused, such as the head, would be shared with the model."""
-    return fuse_fx(copy.deepcopy(model))
 
 
 def test_one_call_of_torch_folds_a_residual_network_and_balance_reads_it():

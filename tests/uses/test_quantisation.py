@@ -10,7 +10,8 @@ from torch import nn
 
 import pathsgd
 from benchmarks.league.deep_networks import Residual, conv, head
-from benchmarks.uses.quantisation import WAYS, fold, round_activations, round_weights
+from benchmarks.uses.networks import fold
+from benchmarks.uses.quantisation import WAYS, round_activations, round_weights
 
 
 @pytest.fixture(scope="module")

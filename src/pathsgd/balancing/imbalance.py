@@ -132,7 +132,7 @@ def imbalance(
         mu_balanced, log_factors = solve_balance(graph, tensors, units, float(p))
         mu, octaves = float(norms.max()) if norms.numel() else 0.0, log_factors / math.log(2)
     else:
-        mu, mu_balanced, octaves = _compare(graph, tensors, p, q)
+        mu, mu_balanced, octaves, _ = compare_with_balanced(graph, tensors, p, q)
     # Units in a product could be rescaled, but for q = inf balancing leaves them as they are.
     related = units.relations.related
     kept = related if math.isinf(q) else torch.zeros_like(related)
@@ -140,18 +140,22 @@ def imbalance(
     return Imbalance(p, q, mu, mu_balanced, layers, name_factors(units, octaves.exp2()))
 
 
-def _compare(
+def compare_with_balanced(
     graph: PathGraph, tensors: Mapping[str, Tensor], p: float, q: float
-) -> tuple[float, float, Tensor]:
-    """``mu_{p,q}`` of a network and of its balanced equivalent, and log2 of the factors that lead there."""
+) -> tuple[float, float, Tensor, dict[str, Tensor]]:
+    """``mu_{p,q}`` of a network and of its balanced equivalent, log2 of the factors that lead there, and its
+    tensors."""
     units, rows = unit_classes_of(graph), None if p == q else find_rows(graph)
-    tensors = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(tensors, units, p, q, rows)
-    balanced = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
+    factors = find_balancing_factors(acting, units, p, q, rows)
+    balanced = {name: tensor.detach().clone() for name, tensor in acting.items()}
     for name, tensor in balanced.items():
         factors.scale_(tensor, units.parameters[name])
+    mu, least = (measure_mu(each, p, q, rows) for each in (acting, balanced))
+    for name, shift in units.shifts.items():
+        balanced[name] -= shift
     octaves = factors.mantissa.log2() + factors.exponent
-    return measure_mu(tensors, p, q, rows), measure_mu(balanced, p, q, rows), octaves
+    return mu, least, octaves, {**tensors, **balanced}
 
 
 def _layers(

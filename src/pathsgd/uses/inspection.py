@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balancing.balance import check_finite, find_balancing_factors, measure_mu
-from pathsgd.balancing.class_edges import add_shifts
+from pathsgd.balancing.balance import check_finite
+from pathsgd.balancing.imbalance import compare_with_balanced
 from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import Gammas, measure_gammas
 from pathsgd.graph.edge_weights import Tensors
@@ -156,30 +156,15 @@ def inspect(model: nn.Module, example_input: Example | PathGraph | None = None) 
     graph = trace(model, example_input)
     tensors = {name: tensor.detach() for name, tensor in graph.tensors(model).items()}
     check_finite(graph.parameters, tensors)
-    _, octaves, ratio = _balance(graph, tensors, 2)
-    balanced, _, _ = _balance(graph, tensors, P)
+    mu, least, octaves, _ = compare_with_balanced(graph, tensors, 2, 2)
+    *_, balanced = compare_with_balanced(graph, tensors, P, P)
     both = [(each, measure_gammas(graph, each)) for each in (tensors, balanced)]
     layers = []
-    for row in _find_rows(graph, *both[0], octaves):
+    for row in _find_rows(graph, *both[0], -octaves):
         live, imbalance = torch.cat(row.live), torch.cat(row.imbalance).tolist()
         losses = [_measure_loss(row.matrices, *each) for each in both]
         layers.append(InspectedLayer(row.name, len(live), int((~live).sum()), tuple(imbalance), *losses))
-    return Inspection(graph.model, ratio, tuple(layers))
-
-
-def _balance(graph: PathGraph, tensors: Tensors, p: float) -> tuple[dict[str, Tensor], Tensor, float | None]:
-    """A copy of least ``mu_{p,p}``, the imbalance of every class in octaves, and mu over the least mu."""
-    units = unit_classes_of(graph)
-    acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(acting, units, p, p)
-    balanced = {name: tensor.clone() for name, tensor in acting.items()}
-    for name, edge in units.parameters.items():
-        factors.scale_(balanced[name], edge)
-    mu, least = (measure_mu(each, p, p, None) for each in (acting, balanced))
-    for name, shift in units.shifts.items():
-        balanced[name] -= shift
-    octaves = -(factors.mantissa.log2() + factors.exponent)
-    return {**tensors, **balanced}, octaves, mu / least if least else None
+    return Inspection(graph.model, mu / least if least else None, tuple(layers))
 
 
 @dataclass(eq=False)
