@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python -W ignore -m support.agreement [2|4]
 
 Takes some minutes. The parameter that differs most is named. torch's own optimizers show what is due to
-gradients. docs/distributed.md has the numbers.
+gradients. results/distributed/README.md has the numbers.
 """
 
 from __future__ import annotations
