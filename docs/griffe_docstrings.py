@@ -27,7 +27,9 @@ class Docstrings(griffe.Extension):
                 continue
             if member.docstring is not None:
                 text = ROLE.sub(self._link, member.docstring.value)
-                member.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+                member.docstring.value = re.sub(
+                    r"^Example:$", "Examples:", text, flags=re.MULTILINE
+                )
             self._visit(member)
 
     def _link(self, match: re.Match[str]) -> str:
