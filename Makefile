@@ -31,8 +31,9 @@ types: $(STAMP) ## check types, strictly
 	@$(BIN)/mypy
 
 docs: $(STAMP) ## build the documentation into site/; warnings are errors
-	@echo "==> mkdocs build"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "==> zensical build"
+	@$(BIN)/python docs/stage_pages.py
+	@$(BIN)/zensical build --clean --strict
 
 unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 	@echo "==> pytest"
@@ -62,5 +63,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## delete .venv, caches and build outputs
-	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src study tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

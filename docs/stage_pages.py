@@ -1,4 +1,4 @@
-"""Copies the pages to build/pages for the site: `make docs`. Links to other files of the repository become their paths."""
+"""Copies the pages to build/pages, for the site. Links to other files of the repository become paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code in README and docs runs as it stands there, and links lead somewhere."""
+"""The code in README, docs and results runs as it stands there, and links lead somewhere. Pages are short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+READ_BY_USERS = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "api"]
+MAX_WORDS = 13_000
+"""Of what a user reads. Measurements and what was tried belong into results/*/README.md."""
+MAX_COLUMNS = 88
+"""Of a line of code on a page of 1280 pixels."""
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "results").rglob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -72,7 +82,7 @@ def test_its_links_lead_somewhere(page):
 
 
 def test_the_tests_of_the_support_matrix_exist():
-    rows = [line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("|")]
+    rows = [line for line in (ROOT / "tests" / "README.md").read_text().splitlines() if line.startswith("|")]
     named = [re.findall(r"`([\w/]+\.py)::(\w+)`", row) for row in rows]
     assert sum(map(len, named)) > 30
     for row, tests in zip(rows, named, strict=True):
@@ -85,9 +95,33 @@ def test_the_tests_of_the_support_matrix_exist():
 
 
 def test_figure_1c_can_be_drawn_again(tmp_path):
-    runpy.run_path(str(ROOT / "docs" / "figures" / "draw_figure1c.py"))["draw"](tmp_path / "figure1c.svg")
+    runpy.run_path(str(DOCS / "figures" / "draw_figure1c.py"))["draw"](tmp_path / "figure1c.svg")
     assert "777.15" in (tmp_path / "figure1c.svg").read_text()
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 125
+
+
+def test_what_a_user_reads_is_short():
+    words = {page_name(page): len(page.read_text().split()) for page in READ_BY_USERS}
+    assert sum(words.values()) <= MAX_WORDS, words
+
+
+@pytest.mark.parametrize("page", READ_BY_USERS, ids=page_name)
+def test_its_code_fits_the_width_of_a_page(page):
+    blocks = re.findall(r"^```.*?^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize(("name", "rows"), [("coverage", 7), ("balance", 8)])
+def test_its_numbers_are_those_of_the_results(name, rows):
+    """Rows that a page shows of a longer report: without standard deviations."""
+    report = re.sub(r" ± [\d.]+", "", (ROOT / "results" / name / "README.md").read_text()).splitlines()
+    shown = [line for line in (DOCS / f"{name}.md").read_text().splitlines() if line in report]
+    assert sum(line.startswith("|") for line in shown) >= rows

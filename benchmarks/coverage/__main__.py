@@ -17,7 +17,7 @@ from .measure import measure
 from .models import BUILDERS
 from .page import print_row, write_page
 
-PAGE = Path("docs/coverage.md")
+PAGE = Path("results/coverage/README.md")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""docs/coverage.md, from what was measured."""
+"""results/coverage/README.md, from what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of results: written to ``results/uses/NAME.json``, read again, printed as a table of docs/uses.md."""
+"""Rows of results: written to ``results/uses/NAME.json``, read again, printed as a table of its README."""
 
 from __future__ import annotations
 
