@@ -12,12 +12,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
+COMMANDS = ("inspect", "compare")
 USAGE = """\
 usage: pathsgd COMMAND [OPTIONS]
 
 Rescaling-invariant training for PyTorch.
 
   inspect     print a model's path graph, path norm and imbalance
+  compare     train a model by AdamW, by AdamW after `balance`, and by BalancedMuon
 
 `pathsgd COMMAND --help` lists the options of a command; `pathsgd --version` prints the version."""
 
@@ -30,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     first = arguments[0] if arguments else ""
     try:
-        if first == "inspect":
-            code = _inspect(arguments[1:])
+        if first in COMMANDS:
+            code = _run(first, arguments[1:])
         elif first in ("-h", "--help", "--version"):
             print(f"pathsgd {importlib.metadata.version('pathsgd')}" if first == "--version" else USAGE)
             code = 0
         else:
-            wrong = f"pathsgd: unknown command {first!r} (one of inspect)"
+            wrong = f"pathsgd: unknown command {first!r} (one of {', '.join(COMMANDS)})"
             print(wrong if first else USAGE, file=sys.stderr)
             code = 2
         sys.stdout.flush()
@@ -46,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _inspect(arguments: Sequence[str]) -> int:
-    """Runs ``pathsgd inspect``, and turns errors into one line and an exit code."""
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Runs a command, and turns errors into one line and an exit code."""
     # A KeyboardInterrupt in the middle of an import prints a traceback of torch's own files.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    command = importlib.import_module("pathsgd.cli.inspect")
+    command = importlib.import_module(f"pathsgd.cli.{name}")
     from pathsgd.errors import PathError
 
     signal.signal(signal.SIGINT, handler)

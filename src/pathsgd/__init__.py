@@ -17,6 +17,7 @@ from pathsgd.muon.balanced_muon import BalancedMuon
 from pathsgd.paths.clip import clip_path_grad_norm_
 from pathsgd.paths.path_normalized import PathNormalized
 from pathsgd.paths.path_sgd import PathSGD
+from pathsgd.uses.comparison import Comparison, compare
 from pathsgd.uses.inspection import Inspection, inspect
 from pathsgd.uses.path_importance import path_importance
 from pathsgd.uses.replace_relu6 import ClippedReLU, replace_relu6
@@ -31,8 +32,8 @@ __all__ = [  # noqa: RUF022
     # rescaling
     "rescale", "unbalance", "balance", "imbalance", "Imbalance", "rescaling_equivalent", "Equivalence",
     "replace_relu6", "ClippedReLU",
-    # a look at a network
-    "inspect", "Inspection",
+    # a look at a network, and at its training
+    "inspect", "Inspection", "compare", "Comparison",
     # training
     "BalancedMuon", "PathSGD", "PathNormalized", "clip_path_grad_norm_", "functional",
     # errors

@@ -42,13 +42,13 @@ sys.exit(code)
 """
     listed = run_python(program, "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
-    assert re.findall(r"^  ([a-z]+) ", listed.stdout, re.MULTILINE) == ["inspect"]
+    assert re.findall(r"^  ([a-z]+) ", listed.stdout, re.MULTILINE) == ["inspect", "compare"]
     assert run_python(program, "--version").stdout.startswith("pathsgd 0.")
     nothing = run_python(program)
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
     wrong = run_python(program, "trian")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect)")
+    assert wrong.stderr.startswith("pathsgd: unknown command 'trian' (one of inspect, compare)")
     assert wrong.stderr.count("\n") == 1
 
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from pathsgd import Imbalance, PathError, PathGraph, imbalance, inspect, path_norm
+from pathsgd import Comparison, Imbalance, Inspection, PathError, imbalance, inspect, path_norm
 from pathsgd.cli.user_model import load_model, make_parser, trace_model
 
 ABOUT = """\
@@ -56,18 +54,17 @@ def main(arguments: Sequence[str]) -> None:
     log_phi = {k: path_norm(model, graph, options.p, log=True, region=k).item() for k in regions}
     print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
     if options.figure is not None:
-        print("", *_write_figure(model, graph, options.figure), sep="\n")
+        inspection = inspect(model, graph)
+        print("", inspection, save_figure(inspection, options.figure), sep="\n")
 
 
-def _write_figure(model: nn.Module, graph: PathGraph, file: Path) -> tuple[str, str]:
-    """Returns what the figure says, and where it is."""
-    inspection = inspect(model, graph)
-    figure = inspection.draw()
+def save_figure(drawable: Inspection | Comparison, file: Path) -> str:
+    """Writes its figure, and returns a line that says where."""
     try:
-        figure.savefig(file, dpi=150)
+        drawable.draw().savefig(file, dpi=150)
     except ValueError as error:  # of a format that matplotlib does not write
         raise PathError(str(error)) from error
-    return str(inspection), f"figure: {file}"
+    return f"figure: {file}"
 
 
 def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list[str]:

@@ -65,7 +65,7 @@ def load_model(options: argparse.Namespace) -> tuple[nn.Module, Inputs | None]:
     if Path(text).suffix in SAVED_MODELS:
         target, example = _read_model(Path(text), options.trust)
     else:
-        target = _import_target(text)
+        target = import_target(text)
     if not isinstance(target, nn.Module):
         if not callable(target):
             raise PathError(f"{text} is a {type(target).__name__}, not a model or a factory of models")
@@ -74,7 +74,7 @@ def load_model(options: argparse.Namespace) -> tuple[nn.Module, Inputs | None]:
             configure = None if "config" in options.arguments else getattr(target, "config_class", None)
             target = target(configure(**options.arguments)) if configure else target(**options.arguments)
         except (Exception, SystemExit) as error:
-            raise PathError(f"{text} raised {_describe(error)}") from error
+            raise PathError(f"{text} raised {describe(error)}") from error
         if not isinstance(target, nn.Module):
             raise PathError(f"{text} returned a {type(target).__name__}, not an nn.Module")
     elif options.arguments:
@@ -118,13 +118,13 @@ def _read_model(file: Path, is_trusted: bool) -> tuple[Any, Inputs | None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, OSError):  # says which file and why
             raise
-        raise PathError(f"reading {file} raised {_describe(error)}") from error
+        raise PathError(f"reading {file} raised {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise PathError(f"{file} holds no model but {type(model).__name__}: give a state dict by --weights")
     return model, None
 
 
-def _import_target(text: str) -> Any:
+def import_target(text: str) -> Any:
     where, _, name = text.rpartition(":")
     if not where or not _is_dotted(name):
         raise PathError(f"expected package.module:name or path/to/file.py:name, got {text!r}")
@@ -156,7 +156,7 @@ def _import_module(where: str) -> ModuleType:
             raise PathError(
                 f"there is no module {error.name!r} in the current folder or among installed packages"
             ) from error
-        raise PathError(f"importing {where} raised {_describe(error)}") from error
+        raise PathError(f"importing {where} raised {describe(error)}") from error
 
 
 def _execute_file(file: Path) -> ModuleType:
@@ -171,7 +171,7 @@ def _execute_file(file: Path) -> ModuleType:
     return module
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Returns an exception in the user's code as one line, with the place where it was raised."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
