@@ -1,4 +1,4 @@
-"""docs/uses.md shows the records: each line of each table that ``benchmarks/uses`` prints."""
+"""results/uses/README.md shows the records: each line of each table that ``benchmarks/uses`` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.uses import averages, folding, inspection, lora, pruning, quantisation
 from benchmarks.uses.rows import read_rows
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "results" / "uses" / "README.md"
 
 
 def print_lora(rows):
@@ -32,7 +32,7 @@ PRINTERS = {
 def test_the_page_shows_the_records(name, capsys):
     PRINTERS[name](read_rows(name))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    page = (DOCS / "uses.md").read_text().splitlines()
+    page = PAGE.read_text().splitlines()
     assert len(lines) > 4
     assert set(lines) <= set(page)
 
