@@ -9,7 +9,7 @@ BENCH ?= library_time
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo lint types docs unit format bench clean
+.PHONY: help venv test demo study lint types docs unit format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -17,7 +17,10 @@ help: ## list the targets
 
 test: lint types docs unit ## format, lint, types, documentation and every test: before a change is merged
 
-demo: $(STAMP) ## run the paper's whole study in small: two to four minutes, into pathsgd-small/
+demo: $(STAMP) ## show in about a minute what rescaling does to training, with a figure in pathsgd-demo/
+	@$(BIN)/python -m study demo
+
+study: $(STAMP) ## run the paper's whole study in small: two to four minutes, into pathsgd-small/
 	@$(BIN)/python -m study reproduce
 
 lint: $(STAMP) ## check formatting and lint

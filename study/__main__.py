@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "demo": "show in a minute what rescaling does to training",
     "reproduce": "run the paper's whole study, small or at full size",
     "sweep": "choose step sizes on validation points",
     "train": "train one network",

@@ -211,6 +211,12 @@ class Claim:
     comparisons: list[Comparison]
     not_run: list[str]  # what is missing for the claim to be tested
 
+    @property
+    def share(self) -> str:
+        """How many comparisons agree, of those that count. The verdict is stricter: one can decide it."""
+        verdicts = [comparison.verdict for comparison in self.comparisons if comparison.counts]
+        return f"{verdicts.count('agrees')} of {len(verdicts)}" if verdicts else ""
+
 
 def judge_claims(results: StudyResults) -> list[Claim]:
     """Judges the paper's seven claims, in its order, on a finished study."""

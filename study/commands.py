@@ -1,4 +1,4 @@
-"""The five commands: dataclasses whose fields are options, and whose docstring ``--help`` prints."""
+"""The commands: dataclasses whose fields are options, and whose docstring ``--help`` prints."""
 
 import contextlib
 import inspect
@@ -16,6 +16,7 @@ from pathsgd import PathError
 from study.api import redraw, reproduce, sweep, train
 from study.config import PRESETS, Run, Setup, Study, StudySetup
 from study.data import TABLE_1, Dataset, dimensionality
+from study.demo import show_demo
 from study.files import from_json, read_json
 from study.learning_curves import title_of
 from study.run_queue import Progress
@@ -25,6 +26,22 @@ from study.tables import align, summarize_study, tabulate_choices
 
 T = TypeVar("T")
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Shows in about a minute what rescaling does to training.
+
+    One step on the paper's Figure 1 (c), then digits: six methods from a network and from a rescaled copy of
+    it. The figure goes to pathsgd-demo, or to --out, and opens where there is a screen.
+    """
+
+    out: Path = Path("pathsgd-demo")  # folder of the figure
+
+
+def run_demo(arguments: Sequence[str]) -> int:
+    show_demo(_parse(Demo, arguments, "demo").out)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -194,8 +211,8 @@ def _make_row(data: Dataset) -> tuple[str, ...]:
 
 
 MAIN = {
-    "reproduce": run_reproduce, "sweep": run_sweep, "train": run_train, "figures": run_figures,
-    "data": run_data,
+    "demo": run_demo, "reproduce": run_reproduce, "sweep": run_sweep, "train": run_train,
+    "figures": run_figures, "data": run_data,
 }  # fmt: skip
 
 

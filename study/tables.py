@@ -282,16 +282,13 @@ def _cell_columns(cell: Cell) -> list[str]:
 
 
 def describe_claims(claims: Sequence[Claim]) -> str:
-    lines = ["The paper's claims", ""]
+    """A line for each claim; the report has the comparisons."""
+    lines = ["The paper's claims: verdict, comparisons that agree", ""]
     for claim in claims:
-        head = f"{claim.number}. {claim.verdict.upper()}: {claim.text}"
+        share = f" ({claim.share})" if claim.share else ""
+        missing = f" Not run: {', '.join(claim.not_run)}." if claim.not_run else ""
+        head = f"{claim.number}. {claim.verdict.upper()}{share}: {claim.text}{missing}"
         lines += textwrap.wrap(head, 110, subsequent_indent="   ")
-        said = [
-            f"{c.verdict}{c.note and f' ({c.note})'}: {c.where}: {c.measured}; agrees if {c.agrees_if}"
-            for c in claim.comparisons
-        ]
-        for text in [*said, *([f"not run: {', '.join(claim.not_run)}"] if claim.not_run else [])]:
-            lines += textwrap.wrap(text, 110, initial_indent="     - ", subsequent_indent="       ")
     return "\n".join(lines)
 
 

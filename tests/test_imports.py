@@ -1,7 +1,7 @@
 """Imports point one way: graph <- training <- geometry, balancing <- paths, muon, uses <- cli.
 
-Of sister rooms none imports the other: paths knows geometry, muon knows balancing, uses knows all but paths. The
-program (cli) and the study beside the package reach the library by its public names only.
+Of sister rooms none imports the other: paths knows geometry, muon knows balancing, uses knows all but paths.
+The program (cli) and the study beside the package reach the library by its public names only.
 """
 
 import ast

@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.league import seen_tasks
+from benchmarks.league.baselines.matrices import hidden_matrices
+from benchmarks.league.networks import NETWORKS
 from benchmarks.league.seen import SEEN
 from benchmarks.league.seen_tasks import SEEN_TASKS
 from benchmarks.league.tasks import TASKS, Images, Text
@@ -57,6 +59,16 @@ def test_tasks_have_names_of_their_own():
     assert not SEEN_TASKS.keys() & TASKS.keys()
     assert {network.task for network in SEEN.values()} <= SEEN_TASKS.keys() | TASKS.keys()
     assert SEEN.keys() >= OF_TORCHVISION
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vae"])
+def test_matrices_of_all_kinds_of_layers_are_hidden(name):
+    """GPT-2's linear layers are transformers' own, and a decoder has transposed convolutions."""
+    model = NETWORKS[name].build()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings]
+    hidden = sum(p.numel() for p in hidden_matrices(model))
+    assert hidden > 0.8 * sum(p.numel() for p in matrices)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_the_study(study, capsys):
     assert command("figures", study) == 0
     printed = capsys.readouterr().out
     assert before == files(study, "*.jsonl", "*.svg", "*.png", "report.html")
-    assert "1. CANNOT BE TOLD: Path-SGD gives the same curves" in printed
+    assert "1. CANNOT BE TOLD (1 of 2): Path-SGD gives the same curves" in printed
     assert f"report:  {study / 'report.html'}" in printed
 
 

@@ -159,7 +159,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert [line.split("  ")[0] for line in printed.splitlines()[2:-1]] == [
-        "AdamW", "balance, AdamW", "BalancedMuon"
+        "AdamW", "balance + AdamW", "BalancedMuon"
     ]  # fmt: skip
     assert printed.splitlines()[0] == "Sequential, 3 steps, validation loss"
     assert (tmp_path / "curves.png").is_file()

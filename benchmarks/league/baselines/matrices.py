@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WITH_MATRICES = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.RNNBase
+WITH_MATRICES = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.MultiheadAttention, nn.RNNBase
+)  # fmt: skip
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -54,7 +56,8 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Weights of linear, convolutional, attention and recurrent layers, without the last linear layer (the
     head) and without embeddings."""
-    layers = [m for m in model.modules() if isinstance(m, WITH_MATRICES)]
+    # GPT-2 of transformers has a linear layer of its own.
+    layers = [m for m in model.modules() if isinstance(m, WITH_MATRICES) or type(m).__name__ == "Conv1D"]
     head = [m for m in layers if isinstance(m, nn.Linear)][-1]
     return [
         p for layer in layers if layer is not head for p in layer.parameters(recurse=False) if p.dim() > 1

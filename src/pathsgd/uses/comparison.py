@@ -146,12 +146,12 @@ class Comparison:
             panels * (1 if count > 1 else len(self.methods)), self.methods, strict=False
         ):
             self._draw_method(panel, method)
+        panels[0].set_yscale("log")
         for panel in panels:
             panel.spines[["top", "right"]].set_visible(False)
             panel.yaxis.set_major_formatter("{x:g}")
         for panel in panels[count:]:
             panel.set_visible(False)
-        panels[0].set_yscale("log")
         panels[0].set_ylim(*self._limits())
         panels[0].legend(frameon=False, fontsize=9)
         figure.suptitle(f"{self.title}: {self.metric}", fontsize=11)
@@ -226,7 +226,7 @@ def compare(
         >>> batches = [(x, (x[:, 0] > 0).long())]
         >>> result = pathsgd.compare(model, batches, batches, steps=20)
         >>> result.methods
-        ['AdamW', 'balance, AdamW', 'BalancedMuon']
+        ['AdamW', 'balance + AdamW', 'BalancedMuon']
         >>> [step for step, loss in result.find("BalancedMuon").curve][:3]
         [0, 1, 2]
     """
@@ -234,7 +234,7 @@ def compare(
     if methods is None:
         methods = {
             "AdamW": (lambda model, graph, rate: torch.optim.AdamW(model.parameters(), rate), lr),
-            "balance, AdamW": (_make_balanced_adamw, lr),
+            "balance + AdamW": (_make_balanced_adamw, lr),
             "BalancedMuon": (lambda model, graph, rate: BalancedMuon(model, graph), (None,)),
         }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
