@@ -119,6 +119,13 @@ def test_every_page_is_in_the_navigation():
     assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
+def test_links_to_other_files_of_the_repository_become_paths():
+    staging = runpy.run_path(str(DOCS / "stage_pages.py"))
+    page = "[a](balance.md), [b](../docs/limits.md#x), ![c](../c.png), [d](../results/d.md#x) ([e](../e.py))"
+    shown = staging["LINK"].sub(lambda match: staging["show_path"](DOCS / "index.md", match), page)
+    assert shown == page.partition("[d]")[0] + "d (`results/d.md`) (e: `e.py`)"
+
+
 @pytest.mark.parametrize(("name", "rows"), [("coverage", 7), ("balance", 8)])
 def test_its_numbers_are_those_of_the_results(name, rows):
     """Rows that a page shows of a longer report: without standard deviations."""
