@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,11 +34,8 @@ def stage() -> None:
         PAGES, STAGED, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__")
     )
     for staged in STAGED.rglob("*.md"):
-        page = PAGES / staged.relative_to(STAGED)
-        text = LINK.sub(
-            lambda match, page=page: show_path(page, match), staged.read_text("utf-8")
-        )
-        staged.write_text(text, "utf-8")
+        show = partial(show_path, PAGES / staged.relative_to(STAGED))
+        staged.write_text(LINK.sub(show, staged.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":
