@@ -100,10 +100,11 @@ def first_images(task: Images, count: int = 2000) -> Images:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """With batch norms in the convolutions before them, where there are any."""
+    """With batch norms in the convolutions before them, where there are any. torch leaves the biases that it
+    adds frozen; here they are trained."""
     has_norms = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     model = copy.deepcopy(model)  # what is not fused would be shared
-    return fuse_fx(model) if has_norms else model
+    return fuse_fx(model).requires_grad_() if has_norms else model
 
 
 def name_of(network: Trained) -> str:

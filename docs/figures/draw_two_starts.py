@@ -49,7 +49,7 @@ METHODS = {
     "SGD": by(torch.optim.SGD, 0.03, 0.1, 0.3),
     "AdamW": by(torch.optim.AdamW, 3e-4, 1e-3, 3e-3),
     # Muon for the matrices inside, AdamW for the rest
-    "Muon": (lambda model, graph, rate: Muon(model, rate, rest_lr=1e-3), (1e-3, 3e-3, 1e-2)),
+    "Muon": (lambda model, graph, rate: Muon(model, rate, rest_lr=1e-3), (3e-3, 1e-2, 3e-2)),
     "BalancedMuon": (lambda model, graph, rate: pathsgd.BalancedMuon(model, graph), (None,)),
 }
 

@@ -111,6 +111,23 @@ def test_frozen_parameters_stay_to_the_bit():
     assert torch.equal(model[2].bias, before[3])
 
 
+def test_vectors_that_keep_matrices_from_being_balanced_are_named():
+    """As the biases that torch's folding of batch norms adds, frozen; or those that another optimizer has."""
+    model, _ = build()
+    names = [name for name, p in model.named_parameters() if p.dim() == 1]
+    for name in names[:-1]:
+        model.get_parameter(name).requires_grad_(False)
+    with pytest.warns(UserWarning, match=f"^{names[0]} and {len(names) - 2} more are frozen or not among"):
+        make(model)
+    model.requires_grad_()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    with pytest.warns(UserWarning, match="requires_grad_"):
+        BalancedMuon(matrices, pathsgd.trace(model))
+    make(model)
+    model[0].requires_grad_(False)  # nothing leads into what is trained but these units
+    make(model)
+
+
 def test_a_layer_that_is_frozen_in_mid_training_stays_from_then_on():
     """Upkeep leaves it alone; when it is trained again, it is balanced again."""
     model, x = build()

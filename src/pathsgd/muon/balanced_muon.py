@@ -37,7 +37,7 @@ from pathsgd.muon.sharded import on_whole_blocks
 from pathsgd.muon.upkeep import REFERENCE, Upkeep
 from pathsgd.sharding import local_part, place_gradients, reduce_over_ranks
 from pathsgd.training.capture import has_triton
-from pathsgd.training.lazy_graph import connect
+from pathsgd.training.lazy_graph import connect, find_depth_of_caller
 from pathsgd.training.staleness import ModelTensors
 
 if TYPE_CHECKING:
@@ -170,6 +170,14 @@ class BalancedMuon(Optimizer):
             if id(p) in self._tensors.names
         }  # fmt: skip
         self._upkeep = Upkeep(self.graph, self._tensors, owned, self.state, self.param_groups)
+        if vectors := self._upkeep.find_holding_vectors():
+            more = f" and {len(vectors) - 1} more are" if vectors[1:] else " is"
+            warnings.warn(
+                f"{vectors[0]}{more} frozen or not among this optimizer's parameters, so the units there are "
+                "not rescaled and the model is trained as it is scaled: train them (requires_grad_()), or "
+                "call pathsgd.balance(model, example_input) before",
+                stacklevel=find_depth_of_caller(),
+            )
         self._upkeep.start()
         return self._upkeep
 

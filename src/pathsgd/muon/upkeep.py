@@ -83,6 +83,24 @@ class Upkeep:
         }
         self._round: Round | KernelUpkeep | None = None
 
+    def find_holding_vectors(self) -> list[str]:
+        """Biases and gains that are not trained here, and alone keep all units of a trained matrix."""
+        shapes = self.graph.parameters
+        left_out = self.units.parameters.keys() - self._trained
+        vectors = [name for name in left_out if len(shapes[name].shape) == 1]
+        held = find_held(self.units, left_out - set(vectors))
+        holding: set[str] = set()
+        for name in self._trained & self.units.parameters.keys():
+            units = self._units_of(name)
+            free = units[~held[units]]
+            if len(shapes[name].shape) > 1 and len(free) and bool(self.held[free].all()):
+                holding |= {v for v in vectors if bool(torch.isin(self._units_of(v), free).any())}
+        return sorted(holding)
+
+    def _units_of(self, name: str) -> Tensor:
+        edge = self.units.parameters[name]
+        return torch.cat([edge.head.flatten(), edge.tail.flatten()]).unique()
+
     def _find_trained(self) -> set[str]:
         return {name for name, p in self.owned.items() if p.requires_grad}
 

@@ -134,6 +134,7 @@ class Comparison:
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import LogFormatter
         except ImportError as error:
             raise PathError("the figure needs matplotlib: pip install matplotlib") from error
         count = len(self.methods) if self.has_rescaled else 1
@@ -149,7 +150,8 @@ class Comparison:
         panels[0].set_yscale("log")
         for panel in panels:
             panel.spines[["top", "right"]].set_visible(False)
-            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_major_formatter(LogFormatter())
+            panel.yaxis.set_minor_formatter(LogFormatter())
         for panel in panels[count:]:
             panel.set_visible(False)
         panels[0].set_ylim(*self._limits())
