@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import operator
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -241,17 +240,12 @@ class _PlainLayers(TorchFunctionMode):
         )
 
 
-_EXPORT_LOCK = threading.RLock()
-"""torch.export keeps state of the whole process."""
-
-
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functional: bool = True
 ) -> ExportedProgram:
     """The exported program, with what it writes in place written out if it is to be ``functional``."""
     try:
         with (
-            _EXPORT_LOCK,
             restore_modules(model),
             _PlainLayers(),
             export_in_this_thread_only(),
