@@ -180,6 +180,11 @@ def _cut_batch(inputs: Any, batch_dim: int | None, to: int = 1) -> Any | None:
     return tree_map(cut, inputs)
 
 
+CACHES = ("past_key_values", "cache_params")
+"""What models of transformers return for the next token with ``use_cache``, their default. No loss reads it,
+so it fixes no units: steps would depend on that option."""
+
+
 class _TensorsOnly(nn.Module):
     """The model with what else it returns (a cache, a plain object) left out: export would refuse it."""
 
@@ -188,7 +193,10 @@ class _TensorsOnly(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        return tensors_in(self.model(*args, **kwargs))
+        result = self.model(*args, **kwargs)
+        if isinstance(result, Mapping):
+            result = {key: value for key, value in result.items() if key not in CACHES}
+        return tensors_in(result)
 
 
 def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
