@@ -183,7 +183,8 @@ def export_alone() -> Iterator[list[int]]:
     process, so two at a time fail, lose operators or the names of modules, and leave flags wrong for good.
 
     An export or a compilation that another thread is in is waited for; one that begins meanwhile waits for
-    this one. What else traces (make_fx, torch.fx) is not kept out, but seen: its threads are in the list.
+    this one. What else begins to trace (make_fx, torch.fx) is not kept out, but seen: its threads are in the
+    list. What of that began before is not seen.
 
     Raises:
         TimeoutError: another thread does not leave torch.export or torch.compile.
