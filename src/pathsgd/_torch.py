@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,61 @@ def without_cudnn() -> Iterator[None]:
         torch._C._set_cudnn_enabled(enabled)
 
 
+_exporting = threading.RLock()
+LONGEST_WAIT = 600.0
+"""Seconds for which a trace waits for exports and compilations of other threads."""
+
+
+@contextmanager
+def export_alone() -> Iterator[list[int]]:
+    """Keeps torch.export apart from other threads: its modes, what it patches and its flags belong to the
+    process, so two at a time fail, lose operators or the names of modules, and leave flags wrong for good.
+
+    An export or a compilation that another thread is in is waited for; one that begins meanwhile waits for
+    this one. What else begins to trace (make_fx, torch.fx) is not kept out, but seen: its threads are in the
+    list. What of that began before is not seen.
+
+    Raises:
+        TimeoutError: another thread does not leave torch.export or torch.compile.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch.export import _trace
+    from torch.fx import _symbolic_trace
+
+    here, seen, export, fx = threading.get_ident(), list[int](), cast(Any, _trace), cast(Any, _symbolic_trace)
+    with _exporting:
+        original, new_patcher = export._export, fx._new_patcher
+
+        @functools.wraps(original)
+        def wait_and_export(*args: Any, **kwargs: Any) -> Any:
+            with _exporting:
+                return original(*args, **kwargs)
+
+        @functools.wraps(new_patcher)
+        def see_and_patch() -> Any:
+            if threading.get_ident() != here:
+                seen.append(threading.get_ident())
+            elif fx._is_fx_tracing_flag is True:  # upon which a compiled model raises, in any thread
+                fx._is_fx_tracing_flag = _InThread(here)
+            return new_patcher()
+
+        export._export, fx._new_patcher = wait_and_export, see_and_patch
+        try:
+            latest = time.monotonic() + LONGEST_WAIT
+            # The lock is taken last, as an export that runs may want it, too.
+            while export._EXPORT_MODULE_HIERARCHY is not None or not compile_lock.acquire(timeout=0.01):
+                if time.monotonic() > latest:
+                    raise TimeoutError
+                time.sleep(0.001)
+            try:
+                seen.clear()
+                yield seen
+            finally:
+                compile_lock.release()
+        finally:
+            export._export, fx._new_patcher = original, new_patcher
+
+
 @contextmanager
 def export_in_this_thread_only() -> Iterator[None]:
     """Keeps torch.export from changing what other threads compute while it runs.
@@ -178,7 +234,7 @@ def export_in_this_thread_only() -> Iterator[None]:
     It turns mkldnn, nnpack and cudnn off for the whole process, and makes ``torch.compiler.is_compiling()``
     true in every thread, upon which torch's own Adam computes its bias correction in another precision: a
     training in another thread would round differently. Inside, backends stay as they are and the flags are
-    true in this thread alone. Not to be entered by two threads at a time.
+    true in this thread alone. To be entered inside :func:`export_alone`.
     """
     from torch.export import _trace
 

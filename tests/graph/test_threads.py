@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.networks import stack
-from pathsgd import trace
+from pathsgd import TraceError, _torch, trace
+from support.beside import Beside
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +51,51 @@ class ReckonsWithFlags(nn.Module):
 
 def test_a_model_may_reckon_with_the_flag_of_export():
     assert trace(ReckonsWithFlags(), torch.ones(1, 2)).parameters["layer.weight"].roles == ("weight",)
+
+
+def describe(graph):
+    return str(graph), graph.nodes, graph.notes
+
+
+def export_another():
+    torch.export.export(stack(3, 5, 2), (torch.zeros(2, 3),))
+
+
+def compile_another():
+    torch._dynamo.reset()
+    torch.compile(stack(3, 5, 2), backend="aot_eager")(torch.zeros(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("work", [export_another, compile_another])
+def test_a_trace_beside_an_export_or_a_compilation(work):
+    """Without waiting for each other two of three graphs are others than alone, without a word: what failed
+    in one thread was taken for a property of the model. And torch's flags stayed on for good."""
+    model, x = stack(4, 8, 3), torch.zeros(4, 4)
+    alone = describe(trace(model, x))
+    found = []
+    with Beside(work) as beside:
+        while beside.is_alive() and min(len(found), beside.rounds) < 2:
+            found.append(describe(trace(model, x)))
+    assert beside.rounds >= 2
+    assert found == [alone] * len(found)
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+
+
+class TracesBeside(nn.Sequential):
+    """While it is run, another thread traces."""
+
+    def forward(self, x):
+        thread = threading.Thread(target=torch.fx.symbolic_trace, args=(nn.ReLU(),))
+        thread.start(), thread.join()
+        return super().forward(x)
+
+
+def test_what_cannot_be_waited_for_is_an_error(monkeypatch):
+    with pytest.raises(TraceError, match=r"another thread is inside .*torch\.fx.*pass the graph"):
+        trace(TracesBeside(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), torch.zeros(1, 2))
+    monkeypatch.setattr(_torch, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr("torch.export._trace._EXPORT_MODULE_HIERARCHY", {})  # as inside torch.export
+    with pytest.raises(TraceError, match="another thread is inside"):
+        trace(stack(2, 3, 1), torch.zeros(1, 2))

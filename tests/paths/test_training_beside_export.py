@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 import pathsgd
 from pathsgd import BalancedMuon, PathNormalized, PathSGD
+from support.beside import Beside
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*share a path with the matrix:UserWarning")
 """Paths of a step end at batch norms, so of a ResNet's few are left, and a warning says so."""
@@ -43,27 +43,6 @@ def train(model, make, graph=None):
     return [p.detach() for p in model.parameters()]
 
 
-class Beside(threading.Thread):
-    """Does some work again and again until it is told to stop."""
-
-    def __init__(self, work):
-        super().__init__(daemon=True)
-        self.work, self.stopped, self.rounds = work, threading.Event(), 0
-
-    def run(self):
-        while not self.stopped.is_set():
-            self.work()
-            self.rounds += 1
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stopped.set()
-        self.join()
-
-
 def other_model():
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
 
@@ -84,7 +63,7 @@ def test_beside_an_export_of_the_user():
     """torch's own export turns backends off for the whole process, so rounding may differ, but no gamma is
     stale: with the check that was fooled by it the largest difference was 6."""
     start = MODELS["stack"]()
-    graph = pathsgd.trace(start)  # before: two exports at a time leave torch's flags wrong for good
+    graph = pathsgd.trace(start)
     alone = train(copy.deepcopy(start), OPTIMIZERS["PathSGD"], graph)
     with Beside(lambda: torch.export.export(other_model(), (torch.zeros(2, 1, 4, 4),))) as beside:
         found = train(copy.deepcopy(start), OPTIMIZERS["PathSGD"], graph)

@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import operator
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -181,6 +180,11 @@ def _cut_batch(inputs: Any, batch_dim: int | None, to: int = 1) -> Any | None:
     return tree_map(cut, inputs)
 
 
+CACHES = ("past_key_values", "cache_params")
+"""What models of transformers return for the next token with ``use_cache``, their default. No loss reads it,
+so it fixes no units: steps would depend on that option."""
+
+
 class _TensorsOnly(nn.Module):
     """The model with what else it returns (a cache, a plain object) left out: export would refuse it."""
 
@@ -189,7 +193,10 @@ class _TensorsOnly(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        return tensors_in(self.model(*args, **kwargs))
+        result = self.model(*args, **kwargs)
+        if isinstance(result, Mapping):
+            result = {key: value for key, value in result.items() if key not in CACHES}
+        return tensors_in(result)
 
 
 def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
@@ -241,17 +248,12 @@ class _PlainLayers(TorchFunctionMode):
         )
 
 
-_EXPORT_LOCK = threading.RLock()
-"""torch.export keeps state of the whole process."""
-
-
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functional: bool = True
 ) -> ExportedProgram:
     """The exported program, with what it writes in place written out if it is to be ``functional``."""
     try:
         with (
-            _EXPORT_LOCK,
             restore_modules(model),
             _PlainLayers(),
             export_in_this_thread_only(),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathsgd._torch import finish_uncompiled, is_about_values
+from pathsgd._torch import export_alone, finish_uncompiled, is_about_values
 from pathsgd.errors import TraceError
 from pathsgd.graph.export import explain_values, export_at_batch_one
 from pathsgd.graph.lowering import lower
@@ -76,11 +76,38 @@ def trace(
     _check_memory(model)
     with whole_parameters(model):
         args, kwargs = as_inputs(model, example_input)
-        graph = _trace_whole_or_parts(model, args, kwargs, batch_dim)
+        graph = _trace_alone(model, args, kwargs, batch_dim)
     graph.in_training.folded, graph.folded  # noqa: B018  found here, so that a compiled step finds them
     remember_model(graph, model)
     finish_uncompiled()
     return graph
+
+
+ATTEMPTS = 3
+
+
+def _trace_alone(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int | None
+) -> PathGraph:
+    """What other threads do to torch's tracing looks like a property of the model: a trace beside one is
+    thrown away, its errors too."""
+    busy = "another thread is inside torch.export, torch.compile or torch.fx, which keep state of the process"
+    advice = "trace while no other does, and pass the graph: graph = pathsgd.trace(model, example_input)"
+    for _ in range(ATTEMPTS):
+        problem: Exception | None = None
+        try:
+            with export_alone() as others:
+                try:
+                    graph = _trace_whole_or_parts(model, args, kwargs, batch_dim)
+                except Exception as error:
+                    problem = error
+        except TimeoutError:
+            break
+        if not others:
+            if problem is not None:
+                raise problem
+            return graph
+    raise TraceError(f"tracing {type(model).__name__} failed: {busy}; {advice}")
 
 
 def _trace_whole_or_parts(

@@ -135,9 +135,13 @@ def find_unit_groups(graph: PathGraph) -> list[Group]:
     distinct: dict[frozenset[tuple[str, ...]], list[int]] = {}
     for members in members_of.values():
         distinct.setdefault(frozenset(_identity(graph, k) for k in members), members)
+    containing: dict[tuple[str, ...], list[frozenset[tuple[str, ...]]]] = {}
+    for names in distinct:
+        for name in names:
+            containing.setdefault(name, []).append(names)
     return [
         _group(graph, members) for names, members in distinct.items()
-        if not any(names < others for others in distinct)
+        if not any(names < others for others in containing[next(iter(names))])
     ]  # fmt: skip
 
 
@@ -168,7 +172,7 @@ def _group(graph: PathGraph, members: list[int]) -> Group:
                 raise AssertionError(f"{operation} has no weights")
     ndim = max(map(len, layouts))
     padded = [(1,) * (ndim - len(layout)) + layout for layout in layouts]
-    units = torch.broadcast_shapes(*padded)
+    units = torch.broadcast_shapes(*dict.fromkeys(padded))
     return Group(
         tuple(
             Part(k, graph.nodes[k].operation, layout, units)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from pathsgd._torch import foreach, keep_uncompiled
-from pathsgd.errors import check_state
+from pathsgd.errors import PathError, check_state
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.muon.block_table import BlockTable
@@ -128,7 +128,7 @@ class BalancedMuon(Optimizer):
                 stacklevel=2,
             )
         lazy_graph, params = connect(
-            "BalancedMuon", model, example_input, graph, batch_dim, needs_paths=False
+            "BalancedMuon(model", model, example_input, graph, batch_dim, needs_paths=False
         )
         self._lazy_graph, self._tensors = lazy_graph, ModelTensors(lazy_graph.model)
         self._upkeep: Upkeep | None = None
@@ -195,7 +195,7 @@ class BalancedMuon(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
             PathError: the model has other parameters or modules than when the optimizer was made, or no batch
-                was seen to trace it from.
+                was seen to trace it from; or parameters are float16.
         """
         loss = None
         if closure is not None:
@@ -289,6 +289,12 @@ class RelativeStep:
         self.table, self.state = table, state
         self.growth = table.put([0.0] * 3 * len(table.blocks)).view(3, -1)
         for k, p in enumerate(table.moved):
+            if p.dtype == torch.float16:
+                raise PathError(
+                    f"parameter {table.blocks[table.owners.index(k)].name!r} is float16, in which squares of "
+                    "gradients vanish, so that steps would be nan: use bfloat16 parameters, or float32 ones "
+                    "with torch.autocast"
+                )
             own_state, start = state[p], table.owners.index(k)
             part = self.growth[:, start : start + table.owners.count(k)]
             if GROWTH in own_state:

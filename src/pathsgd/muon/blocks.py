@@ -95,7 +95,7 @@ def find_blocks(graph: PathGraph) -> dict[str, list[Block]]:
     families = 0
     for group in find_unit_groups(graph):
         rows = len(group.heads(units))
-        cuts, output = _follow(graph, group, rows)
+        cuts, output = _follow(graph, readers, group, rows)
         # Embeddings and positions are added up after views, so they are groups of their own, and one family.
         first = family_of.setdefault(_find_sum(graph, readers, group.parts[0].node), families)
         for part in group.parts:
@@ -210,7 +210,7 @@ def _find_place(part: Part, info: ParameterInfo, rows: int) -> tuple[int, int] |
     return None
 
 
-def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]:
+def _follow(graph: PathGraph, readers: list[list[int]], group: Group, rows: int) -> tuple[list[int], bool]:
     """The places at which the units of a group fall apart into pieces that different operations read, as
     [0, ..., rows]; and whether they are what the model returns."""
     part = next((p for p in group.parts if isinstance(p.operation, (Linear, Conv))), None)
@@ -222,7 +222,6 @@ def _follow(graph: PathGraph, group: Group, rows: int) -> tuple[list[int], bool]
         return [0, rows], False
     layout = [1] * len(node.shape)
     layout[axis] = rows
-    readers = graph.readers()
     outputs: list[int] = []
     pieces: list[Tensor] = []
 

@@ -324,6 +324,10 @@ class Upkeep:
         and gradients."""
         if not self._has_references():
             return False
+        for name, own in self._references.items():  # the model may be of another dtype or device by now
+            index, value = REFERENCE
+            p = self.parameters[name]
+            own[index], own[value] = own[index].to(p.device), own[value].to(p)
         if self._are_remembered({name: p.detach() for name, p in self.parameters.items()}):
             return True
         edges = [self._read_reference(name, p) for name, p in self.parameters.items()]

@@ -74,7 +74,12 @@ class PathNormalized(Optimizer):
             )
         check_p(p)
         lazy_graph, params = connect(
-            "PathNormalized", model, example_input, graph, batch_dim, needs_paths=True
+            "PathNormalized(torch.optim.AdamW, model",
+            model,
+            example_input,
+            graph,
+            batch_dim,
+            needs_paths=True,
         )
         self.gammas = ModelGammas(lazy_graph)
         base = optimizer_class(params, **options)
@@ -223,13 +228,13 @@ class InvariantView:
         return evaluate
 
     def _check_range(self) -> None:
-        """z may be beyond fp16 where w is not; bf16 has the range of fp32."""
-        for p, _ in self.parameters:
-            if p.dtype == torch.float16 and not bool(torch.isfinite(p).all()):
-                raise PathError(
-                    "a weight in invariant coordinates is beyond the range of float16, in which this "
-                    "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
-                )
+        """z may be beyond fp16 where w is not; bf16 has the range of fp32. If a w is nan, that is why."""
+        low = [p for p, _ in self.parameters if p.dtype == torch.float16]
+        if not all(map(_is_finite, low)) and all(map(_is_finite, self.start)):
+            raise PathError(
+                "a weight in invariant coordinates is beyond the range of float16, in which this "
+                "optimizer keeps it: use bfloat16 or float32 parameters, or PathSGD"
+            )
 
     def _gradients_to_z(self) -> None:
         place_gradients(p for p, _ in self.parameters)
@@ -246,6 +251,10 @@ class InvariantView:
         z = gamma.weight_to_z(start).to(p.dtype)
         dtype = torch.promote_types(p.dtype, torch.float32)
         return gamma.step_from_z(p.detach().to(dtype) - z.to(dtype)).to(p.dtype).add_(start)
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
 
 
 def _check_group(group: dict[str, Any]) -> None:

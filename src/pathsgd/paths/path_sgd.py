@@ -104,7 +104,9 @@ class PathSGD(Optimizer):
         if nesterov and momentum <= 0:
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         check_p(p)
-        lazy_graph, params = connect("PathSGD", model, example_input, graph, batch_dim, needs_paths=True)
+        lazy_graph, params = connect(
+            "PathSGD(model", model, example_input, graph, batch_dim, needs_paths=True
+        )
         self.gammas = ModelGammas(lazy_graph)
         self._chains = _Chains(self.gammas)
         options = {

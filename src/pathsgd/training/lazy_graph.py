@@ -94,30 +94,39 @@ class LazyGraph:
 
 
 def connect(
-    optimizer: str,
+    call: str,
     model: nn.Module | Iterable[Any],
     example_input: Example | PathGraph | None,
     graph: PathGraph | None,
     batch_dim: int | None,
     needs_paths: bool,
 ) -> tuple[LazyGraph, Iterable[Any]]:
-    """Ties an optimizer to a model: the graph of the module, and the parameters to optimize.
+    """Ties an optimizer to a model: the graph of the module, and the parameters to optimize. ``call`` is how
+    the optimizer is called, up to the model.
 
     Raises:
-        TypeError: parameters were passed without the graph of their model.
+        TypeError: parameters were passed without the graph of their model, or what ``graph`` is is none.
     """
     if isinstance(example_input, (int, float)):
         raise TypeError(f"example_input comes after the model, and lr by its name: lr={example_input}")
+    if graph is not None and not isinstance(graph, PathGraph):
+        raise TypeError(
+            f"graph= takes what pathsgd.trace(model, example_input) returns, got {type(graph).__name__}; an "
+            f"example input follows the model: {call}, example_input)"
+        )
     if isinstance(model, nn.Module):
         module = unwrap(model)
         return LazyGraph(module, graph or example_input, batch_dim, needs_paths), list(module.parameters())
     graph = graph or (example_input if isinstance(example_input, PathGraph) else None)
     traced = None if graph is None else traced_model(graph)
     if traced is None:
+        found = (
+            "parameters alone do not say which model they are of" if graph is None
+            else "the model that this graph was traced from is gone, or the graph is a copy"
+        )  # fmt: skip
         raise TypeError(
-            "parameters alone do not say what their paths are, and without paths this would silently be the "
-            f"plain optimizer: pass the model itself, {optimizer}(model, example_input), or the parameters "
-            "with graph=pathsgd.trace(model, example_input)"
+            f"{found}: pass the model itself, {call}, example_input), or its parameters, in groups too, with "
+            "graph=pathsgd.trace(model, example_input)"
         )
     return LazyGraph(traced, graph, batch_dim, needs_paths), model
 

@@ -53,6 +53,11 @@ class ModelTensors:
         tensors = graph.tensors(self.model, sharded=True)
         if not is_compiling():
             self.check_identity()
+            if graph is self._graph:  # the parameters are the same, so what has no parameters is not
+                raise PathError(
+                    "a module was replaced, added or removed since the model was traced, so its paths may be "
+                    "others; make the optimizer again"
+                )
             self.remember_structure()
             self._graph = graph
             self._tensors = {name: tensors[name] for name in graph.parameters}
@@ -84,7 +89,7 @@ class ModelTensors:
         if parameters and not any(id(parameter) in self.names for parameter in parameters):
             raise TypeError(
                 "none of these parameters belongs to the model the graph was traced from (those of a copy "
-                "do not), so this would silently be the plain optimizer: trace the model they belong to"
+                "do not): trace the model they belong to"
             )
 
     def check_identity(self) -> None:
