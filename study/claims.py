@@ -1,4 +1,4 @@
-"""The paper's seven claims, judged by the rule of docs/verdict-rule.md, with every comparison behind them."""
+"""The paper's seven claims, judged by the rule of results/paper/verdict-rule.md, with every comparison behind them."""
 
 import dataclasses
 import itertools

@@ -60,7 +60,7 @@ class Standings:
 
 
 def rank_methods(results: StudyResults) -> list[Standings]:
-    """Ranks methods from one start by the rule in docs/reproduction.md, under "The outlook"."""
+    """Ranks methods from one start by the rule in results/outlook/README.md."""
     study = results.study
     (init,), standings = study.inits, []
     for dataset, dropout in itertools.product(study.datasets, study.dropouts):

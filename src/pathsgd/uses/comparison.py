@@ -74,6 +74,13 @@ class Comparison:
         title: the model's class and the number of steps.
         metric: ``"validation loss"``, or ``"training loss"`` where no validation data was given.
         runs: one for each method, rate and start, the best rate of a method first.
+
+    Example:
+        >>> slow, fast = (
+        ...     TrainingRun("SGD", lr, False, ((1, loss),), 0.0) for lr, loss in ((0.1, 2.0), (1, 1.0))
+        ... )
+        >>> Comparison("Linear, 1 step", "training loss", (fast, slow)).find("SGD").rate
+        1
     """
 
     title: str
@@ -81,7 +88,15 @@ class Comparison:
     runs: tuple[TrainingRun, ...]
 
     def find(self, method: str, rescaled: bool = False) -> TrainingRun:
-        """The run at the best rate."""
+        """Finds the run at the best rate.
+
+        Args:
+            method: its name.
+            rescaled: from the rescaled copy.
+
+        Returns:
+            The run.
+        """
         return next(run for run in self.runs if (run.method, run.rescaled) == (method, rescaled))
 
     @property
@@ -134,7 +149,7 @@ class Comparison:
         """
         try:
             from matplotlib.figure import Figure
-            from matplotlib.ticker import LogFormatter
+            from matplotlib.ticker import NullFormatter
         except ImportError as error:
             raise PathError("the figure needs matplotlib: pip install matplotlib") from error
         count = len(self.methods) if self.has_rescaled else 1
@@ -147,14 +162,15 @@ class Comparison:
             panels * (1 if count > 1 else len(self.methods)), self.methods, strict=False
         ):
             self._draw_method(panel, method)
+        low, high = self._limits()
         panels[0].set_yscale("log")
         for panel in panels:
             panel.spines[["top", "right"]].set_visible(False)
-            panel.yaxis.set_major_formatter(LogFormatter())
-            panel.yaxis.set_minor_formatter(LogFormatter())
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
         for panel in panels[count:]:
             panel.set_visible(False)
-        panels[0].set_ylim(*self._limits())
+        panels[0].set_ylim(low, high)
         panels[0].legend(frameon=False, fontsize=9)
         figure.suptitle(f"{self.title}: {self.metric}", fontsize=11)
         return figure
