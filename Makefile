@@ -9,7 +9,7 @@ BENCH ?= library_time
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo lint types docs unit format bench clean
+.PHONY: help venv test demo lint types docs unit format bench dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,11 @@ format: $(STAMP) ## rewrite the sources into the house format
 
 bench: $(STAMP) ## run the benchmark named by BENCH: library_time, step_cost
 	@$(BIN)/python -m benchmarks.$(BENCH)
+
+dist: $(STAMP) ## build wheel and source distribution into dist/, install each in an empty environment and use it: minutes
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/python packaging/check.py dist --constraint constraints.txt
 
 venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed
 

@@ -183,7 +183,7 @@ def export_in_this_thread_only() -> Iterator[None]:
     from torch.export import _trace
 
     export: Any = _trace
-    originals = export._ignore_backend_decomps, export._compiling_state_context
+    originals = export._ignore_backend_decomps, getattr(export, "_compiling_state_context", None)
     here = _InThread(threading.get_ident())
 
     @contextmanager
