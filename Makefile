@@ -9,7 +9,7 @@ BENCH ?= library_time
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo lint types docs unit format bench dist clean
+.PHONY: help venv test demo lint types docs unit oldest format bench dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,13 @@ docs: $(STAMP) ## build the documentation into site/; warnings are errors
 unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest
+
+oldest: ## run the tests of the library with the oldest torch that pyproject.toml allows, in .venv-oldest: half an hour
+	@test -x .venv-oldest/bin/pytest || { $(PYTHON) -m venv --clear .venv-oldest && .venv-oldest/bin/python -m pip install -qq \
+	  --disable-pip-version-check -c constraints-oldest.txt \
+	  -e . numpy pytest pytest-xdist hypothesis expecttest scikit-learn transformers peft; }
+	@.venv-oldest/bin/python -m pytest \
+	  tests/balancing tests/geometry tests/graph tests/muon tests/paths tests/training tests/uses tests/tools
 
 format: $(STAMP) ## rewrite the sources into the house format
 	@$(BIN)/ruff format .
@@ -67,5 +74,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## delete .venv, caches and build outputs
-	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src study tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

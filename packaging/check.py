@@ -1,5 +1,6 @@
-"""Checks what is released: installs the wheel, then the source distribution, into an empty environment with torch
-alone, as pip gives it, and uses each there. `make dist` builds them and runs this.
+"""Checks what is released: installs the wheel, then the source distribution, and uses each.
+
+The environment is an empty one, into which pip brings torch and nothing else. `make dist` builds both and runs this.
 
     python packaging/check.py DIST [--constraint FILE] [--python INTERPRETER]
 """

@@ -38,7 +38,7 @@ def test_what_is_no_rescaling_is_none(network):
     assert not pathsgd.rescaling_equivalent(model, other, traced(network))
 
 
-needs_vmap = needs_torch(2, 11, "export of torch.vmap, which flex attention uses,")
+needs_vmap = needs_torch(2, 11, "export of torch.vmap, which flex attention uses")
 
 
 @needs_vmap

@@ -7,7 +7,7 @@ import torch
 
 
 def needs_torch(major: int, minor: int, what: str) -> pytest.MarkDecorator:
-    reason = f"{what} came with torch {major}.{minor}"
+    reason = f"torch {major}.{minor} or newer: {what}"
     return pytest.mark.skipif(torch.__version__ < (major, minor), reason=reason)
 
 
