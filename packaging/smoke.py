@@ -8,12 +8,15 @@ import importlib.metadata
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
-import torch
+import torch  # warns where there is no numpy
 from torch import nn
 
-import pathsgd
+warnings.simplefilter("error")
+
+import pathsgd  # noqa: E402
 
 MODEL = """
 from torch import nn
