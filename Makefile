@@ -41,7 +41,7 @@ unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 oldest: ## run the tests of the library with the oldest torch that pyproject.toml allows, in .venv-oldest: half an hour
 	@test -x .venv-oldest/bin/pytest || { $(PYTHON) -m venv --clear .venv-oldest && .venv-oldest/bin/python -m pip install -qq \
 	  --disable-pip-version-check -c constraints-oldest.txt \
-	  -e . numpy pytest pytest-xdist hypothesis expecttest scikit-learn transformers peft; }
+	  -e . triton numpy pytest pytest-xdist hypothesis expecttest matplotlib scikit-learn transformers peft; }
 	@.venv-oldest/bin/python -m pytest \
 	  tests/balancing tests/geometry tests/graph tests/muon tests/paths tests/training tests/uses tests/tools
 
