@@ -55,7 +55,7 @@ bench: $(STAMP) ## run the benchmark named by BENCH: library_time, step_cost
 dist: $(STAMP) ## build wheel and source distribution into dist/, install each in an empty environment and use it: minutes
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist
-	@$(BIN)/python packaging/check.py dist --constraint constraints.txt
+	@$(BIN)/python release/check.py dist --constraint constraints.txt
 
 venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed
 

@@ -3,7 +3,7 @@
 The environment is an empty one, into which pip brings torch and nothing else. `make dist` builds both and
 runs this.
 
-    python packaging/check.py DIST [--constraint FILE] [--python INTERPRETER]
+    python release/check.py DIST [--constraint FILE] [--python INTERPRETER]
 """
 
 from __future__ import annotations
