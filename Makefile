@@ -9,7 +9,7 @@ BENCH ?= library_time
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test demo study lint types docs unit format bench clean
+.PHONY: help venv test demo study lint types docs unit oldest format bench dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -42,12 +42,24 @@ unit: $(STAMP) ## run the tests, the doctests and the import-direction check
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest
 
+oldest: ## run the tests of the library with the oldest torch that pyproject.toml allows, in .venv-oldest: half an hour
+	@test -x .venv-oldest/bin/pytest || { $(PYTHON) -m venv --clear .venv-oldest && .venv-oldest/bin/python -m pip install -qq \
+	  --disable-pip-version-check -c constraints-oldest.txt \
+	  -e . triton numpy pytest pytest-xdist hypothesis expecttest matplotlib scikit-learn transformers peft; }
+	@.venv-oldest/bin/python -m pytest \
+	  tests/balancing tests/geometry tests/graph tests/muon tests/paths tests/training tests/uses tests/tools
+
 format: $(STAMP) ## rewrite the sources into the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 bench: $(STAMP) ## run the benchmark named by BENCH: library_time, step_cost
 	@$(BIN)/python -m benchmarks.$(BENCH)
+
+dist: $(STAMP) ## build wheel and source distribution into dist/, install each in an empty environment and use it: minutes
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/python release/check.py dist --constraint constraints.txt
 
 venv: $(STAMP) ## make .venv, again when pyproject.toml or constraints.txt has changed
 
@@ -60,11 +72,13 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "could not make $(VENV): install Python's venv module (Debian, Ubuntu: apt install python3-venv) or name another Python with PYTHON=... ($$(echo "$$log" | tail -n 1))" >&2; \
 	  exit 1; }
 	@echo "==> installing pathsgd and its development tools (torch is large: the first time takes minutes)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
 	  echo "could not install the versions named in constraints.txt: see pip's message above" >&2; \
 	  exit 1; }
+# pip compiles to bytecode on one core. Some packages hold files for newer Pythons, which fail.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 clean: ## delete .venv, caches and build outputs
-	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src study tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""The paper's seven claims, judged by the rule of results/paper/verdict-rule.md, with every comparison behind them."""
+"""The paper's seven claims, judged by the rule of results/paper/verdict-rule.md, with all comparisons."""
 
 import dataclasses
 import itertools

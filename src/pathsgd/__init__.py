@@ -22,7 +22,7 @@ from pathsgd.uses.inspection import Inspection, inspect
 from pathsgd.uses.path_importance import path_importance
 from pathsgd.uses.replace_relu6 import ClippedReLU, replace_relu6
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022
     # what is a unit, a path, a region

@@ -1,4 +1,4 @@
-"""Every private name of torch that this library uses, with the reason; tried with torch 2.11 and 2.13.
+"""Every private name of torch that this library uses, with the reason; tried with torch 2.6 and 2.13.
 
 The rest of the library imports these from here, so that a new torch breaks one file. A test finds strays.
 torch.export, which takes seconds to import, is imported by what first traces a model.
@@ -234,12 +234,13 @@ def export_in_this_thread_only() -> Iterator[None]:
     It turns mkldnn, nnpack and cudnn off for the whole process, and makes ``torch.compiler.is_compiling()``
     true in every thread, upon which torch's own Adam computes its bias correction in another precision: a
     training in another thread would round differently. Inside, backends stay as they are and the flags are
-    true in this thread alone. To be entered inside :func:`export_alone`.
+    true in this thread alone; with torch 2.6, where nothing outside of export can replace the function that
+    sets them, in every thread. To be entered inside :func:`export_alone`.
     """
     from torch.export import _trace
 
     export: Any = _trace
-    originals = export._ignore_backend_decomps, export._compiling_state_context
+    originals = export._ignore_backend_decomps, getattr(export, "_compiling_state_context", None)
     here = _InThread(threading.get_ident())
 
     @contextmanager

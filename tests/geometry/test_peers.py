@@ -18,6 +18,7 @@ from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.calls import Calls
 from support.networks import NETWORKS, Mlp, SmallResNet, Vgg, build, dense_gammas
+from support.old_torch import needs_muon
 
 
 def path_step(model, graph, x, lr=1e-3, p=2):
@@ -215,7 +216,7 @@ def test_balanced_and_unbalanced_trajectories_agree(p):
         lambda ps: torch.optim.SGD(ps, 1e-3, momentum=0.9),
         lambda ps: torch.optim.Adagrad(ps, 1e-2),
         lambda ps: torch.optim.Adam(ps, 1e-3),
-        lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], 1e-3),
+        pytest.param(lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], 1e-3), marks=needs_muon),
     ],
     ids=["SGD", "momentum", "Adagrad", "Adam", "Muon"],
 )

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import pathsgd
 from pathsgd.graph.unit_classes import unit_classes_of
 from support.networks import dense_gammas
+from support.old_torch import needs_torch
 
 
 @dataclass
@@ -311,6 +312,7 @@ def test_balance_of_residual_streams_with_large_gain(seed):
         assert pathsgd.group_norm(other, graph).item() >= reached * (1 - 1e-12)
 
 
+@needs_torch(2, 9, "a precision for each kind of operator")
 @pytest.mark.parametrize("setting", ["conv", "rnn"])
 @pytest.mark.parametrize("old_setting", [False, True])
 def test_precision_settings_of_one_kind_do_not_stop_a_trace(setting, old_setting):

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import pathsgd
 from pathsgd.graph.unit_classes import unit_classes_of
+from support.old_torch import needs_torch
 from support.starts import build, traced
 from support.symmetries import NETWORKS, Attention, StoredWithoutOne
 from support.training import train, weights
@@ -37,6 +38,10 @@ def test_what_is_no_rescaling_is_none(network):
     assert not pathsgd.rescaling_equivalent(model, other, traced(network))
 
 
+needs_vmap = needs_torch(2, 11, "export of torch.vmap, which flex attention uses")
+
+
+@needs_vmap
 def test_flex_attention_as_any_other():
     class Flexible(Attention):
         def forward(self, x):
@@ -48,12 +53,23 @@ def test_flex_attention_as_any_other():
     assert len(units.free) == 8 + 8  # of keys (nothing turns them here), and of values
 
 
+@needs_vmap
 def test_a_function_under_vmap_is_no_error():
     class Mapped(torch.nn.Linear):
         def forward(self, x):
             return torch.vmap(lambda row: row.relu().clone().mul_(2))(super().forward(x))
 
     assert "_add_batch_dim" in str(pathsgd.trace(Mapped(2, 2), torch.ones(3, 2)))
+
+
+def test_the_error_of_an_old_torch_under_vmap_says_which_torch_will_do(monkeypatch):
+    class Mapped(torch.nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("NYI: querying is_contiguous inside of vmap for memory_format other than ...")
+
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.6.0"))
+    with pytest.raises(pathsgd.TraceError, match=r"flex attention need torch 2\.11 or newer .*, not 2\.6"):
+        pathsgd.trace(Mapped(2, 2), torch.ones(3, 2))
 
 
 # Gains that are stored without their 1

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.networks import stack
 from pathsgd import TraceError, _torch, trace
 from support.beside import Beside
+from support.old_torch import needs_torch
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,7 @@ class ReckonsWithFlags(nn.Module):
         return self.layer(x) if exporting or plain else x
 
 
+@needs_torch(2, 7, "torch.compiler.is_exporting")
 def test_a_model_may_reckon_with_the_flag_of_export():
     assert trace(ReckonsWithFlags(), torch.ones(1, 2)).parameters["layer.weight"].roles == ("weight",)
 

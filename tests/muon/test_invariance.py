@@ -11,6 +11,7 @@ import pathsgd
 from pathsgd import BalancedMuon
 from pathsgd.muon import balanced_muon, round, upkeep
 from support import cases, networks, starts
+from support.old_torch import MUON
 from support.starts import KINDS, NETWORKS, Deep, Explosive, LowRank, ZeroHead, by_name, rescale, traced
 
 
@@ -93,7 +94,7 @@ def bound(network):
     return 1e-9 if network in (networks.Biased, networks.Transformer) else 1e-11
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", MUON])
 @pytest.mark.parametrize("network", NETWORKS, **by_name)
 def test_any_optimizer_after_balance(network, name):
     assert difference(network, name, *KINDS) <= bound(network)
@@ -168,7 +169,7 @@ def test_without_a_bound_for_noise_a_bias_before_batch_norm_moves_by_rounding(mo
     assert difference(networks.Biased, "BalancedMuon", *KINDS, dtype=torch.float32) > 1e-1
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", MUON])
 def test_without_balance_optimizers_are_not_invariant(name, monkeypatch):
     monkeypatch.setattr(pathsgd, "balance", lambda *_: None)
     assert difference(cases.Mlp, name, "log-normal") > 1e-2

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from pathsgd import BalancedMuon, PathNormalized, PathSGD
 from support.networks import Mlp, build, traced
+from support.old_torch import MOST_GRAPHS
 from support.training import backward, model_of, train, unchanged, weights
 
 MAKERS = {
@@ -188,7 +189,7 @@ def test_a_compiled_step_is_one_graph_under_a_schedule(fused):
             m.zero_grad(set_to_none=False)
             m(x).pow(2).mean().backward()
             step()
-    assert counter.frame_count == 1
+    assert 0 < counter.frame_count <= MOST_GRAPHS
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b) if fused is False else torch.allclose(a, b, rtol=1e-5)
 

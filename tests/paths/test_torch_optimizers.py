@@ -38,7 +38,8 @@ for info in optim_db:
         if not (config.kwargs.get("capturable") or config.kwargs.get("fused")):  # those need a GPU
             CASES[f"{info.optim_cls.__name__} {config.desc}"] = (info.optim_cls, config.kwargs)
 
-WITH_DECAY = (torch.optim.AdamW, torch.optim.Muon, torch.optim.ASGD)
+MUON = getattr(torch.optim, "Muon", None)  # since torch 2.9
+WITH_DECAY = (torch.optim.AdamW, MUON, torch.optim.ASGD)
 """Those that decay weights if nothing is said."""
 
 every = pytest.mark.parametrize("case", CASES)
@@ -46,7 +47,7 @@ every = pytest.mark.parametrize("case", CASES)
 
 def parameters(model, cls):
     """All of them, but Muon takes matrices only."""
-    return [p for p in model.parameters() if p.dim() == 2 or cls is not torch.optim.Muon]
+    return [p for p in model.parameters() if p.dim() == 2 or cls is not MUON]
 
 
 @functools.cache

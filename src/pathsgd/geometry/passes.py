@@ -74,7 +74,7 @@ class PoweredNetwork:
 
     def forward(self, wanted: Iterable[int]) -> Values:
         """``gamma_in`` of the nodes ``wanted``: ``gamma_in(v) = sum_u gamma_in(u) |w_uv|^p``."""
-        nodes, wanted = self.graph.nodes, frozenset(wanted)
+        nodes, wanted = self.graph.nodes, set(wanted)
         asked = set(wanted)
         for k in reversed(range(len(nodes))):
             if k in asked:

@@ -344,6 +344,10 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
     advice = f"check that example_input {shapes} is what the model's forward takes"
     if kwargs and not args:
         advice += "; a dict is taken as keyword inputs: for a model that takes one dict, pass (that dict,)"
+    if "inside of vmap" in message[0] and torch.__version__ < "2.11":
+        advice = (
+            f"torch.vmap and flex attention need torch 2.11 or newer to be exported, not {torch.__version__}"
+        )
     return TraceError(f"tracing failed in {where}: {message[0]} ({advice})")
 
 

@@ -124,24 +124,26 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Source:
+class Weighted:
+    """Edges with weights."""
+
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class Source(Weighted):
     """Edges from the constant unit (a bias), broadcast to the node's shape."""
 
-    weight: Weight
-
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Weighted):
     """``y[..., o] = sum_i W[o, i] x[..., i]``."""
 
-    weight: Weight
-
 
 @dataclass(frozen=True)
-class Conv:
+class Conv(Weighted):
     """A convolution, or its transpose, over the axes after (batch, channel), without bias."""
 
-    weight: Weight
     stride: Shape
     padding: Shape
     dilation: Shape
@@ -157,10 +159,8 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Multiply:
+class Multiply(Weighted):
     """One edge from each unit to the unit in the same place: ``y = w * x`` with ``w`` broadcast."""
-
-    weight: Weight
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,6 @@ Operation = (
     Begin | Source | Linear | Conv | Multiply | Add | AxisMap | Square | Cat
     | Reshape | Permute | Slice | Embed | Expand | Reduce
 )  # fmt: skip
-Weighted = Source | Linear | Conv | Multiply
 
 
 @dataclass(frozen=True)

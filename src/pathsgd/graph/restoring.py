@@ -72,7 +72,8 @@ def _restore_process() -> Iterator[None]:
     drawn, numpy_drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
     torch_drawn = torch.get_rng_state()
     dtype = torch.get_default_dtype()
-    kinds = ["cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) else [])]
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kinds = ["cpu", *([device.type] if device else [])]
     cast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
     try:
         yield
