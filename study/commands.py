@@ -34,6 +34,9 @@ class Demo:
 
     One step on the paper's Figure 1 (c), then digits: six methods from a network and from a rescaled copy of
     it. The figure goes to pathsgd-demo, or to --out, and opens where there is a screen.
+
+    example:
+      python -m study demo
     """
 
     out: Path = Path("pathsgd-demo")  # folder of the figure

@@ -7,10 +7,12 @@ torch.export, which takes seconds to import, is imported by what first traces a 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -173,6 +175,12 @@ def without_cudnn() -> Iterator[None]:
 
 
 _exporting = threading.RLock()
+TRACING = {
+    "torch.export",
+    "torch.export._trace",
+    "torch.fx._symbolic_trace",
+    "torch.fx.experimental.proxy_tensor",
+}
 LONGEST_WAIT = 600.0
 """Seconds for which a trace waits for exports and compilations of other threads."""
 
@@ -184,7 +192,7 @@ def export_alone() -> Iterator[list[int]]:
 
     An export or a compilation that another thread is in is waited for; one that begins meanwhile waits for
     this one. What else begins to trace (make_fx, torch.fx) is not kept out, but seen: its threads are in the
-    list. What of that began before is not seen.
+    list.
 
     Raises:
         TimeoutError: another thread does not leave torch.export or torch.compile.
@@ -213,8 +221,12 @@ def export_alone() -> Iterator[list[int]]:
         export._export, fx._new_patcher = wait_and_export, see_and_patch
         try:
             latest = time.monotonic() + LONGEST_WAIT
-            # The lock is taken last, as an export that runs may want it, too.
-            while export._EXPORT_MODULE_HIERARCHY is not None or not compile_lock.acquire(timeout=0.01):
+            # The lock is given back in between, as an export that runs may want it, too.
+            while not compile_lock.acquire(timeout=0.01) or _is_tracing_elsewhere(
+                cast(Any, wait_and_export).__code__
+            ):
+                with suppress(RuntimeError):  # of a lock that was not to be had
+                    compile_lock.release()
                 if time.monotonic() > latest:
                     raise TimeoutError
                 time.sleep(0.001)
@@ -225,6 +237,17 @@ def export_alone() -> Iterator[list[int]]:
                 compile_lock.release()
         finally:
             export._export, fx._new_patcher = original, new_patcher
+
+
+def _is_tracing_elsewhere(waiting: CodeType) -> bool:
+    """Whether another thread is inside a function that traces, and not waiting there."""
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = None if thread == threading.get_ident() else innermost
+        while frame is not None and frame.f_code is not waiting:
+            if frame.f_globals.get("__name__") in TRACING:
+                return True
+            frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -94,10 +94,26 @@ class TracesBeside(nn.Sequential):
         return super().forward(x)
 
 
+class Waits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.started, self.goes_on = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.started.set()
+        self.goes_on.wait()
+        return x + 1
+
+
 def test_what_cannot_be_waited_for_is_an_error(monkeypatch):
     with pytest.raises(TraceError, match=r"another thread is inside .*torch\.fx.*pass the graph"):
         trace(TracesBeside(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), torch.zeros(1, 2))
     monkeypatch.setattr(_torch, "LONGEST_WAIT", 0.05)
-    monkeypatch.setattr("torch.export._trace._EXPORT_MODULE_HIERARCHY", {})  # as inside torch.export
+    model = Waits()
+    thread = threading.Thread(target=torch.export.export, args=(model, (torch.zeros(1, 2),)))
+    thread.start()
+    model.started.wait()
     with pytest.raises(TraceError, match="another thread is inside"):
         trace(stack(2, 3, 1), torch.zeros(1, 2))
+    model.goes_on.set()
+    thread.join()

@@ -333,7 +333,7 @@ sys.exit(code)
     nothing, wrong = run_python(program), run_python(program, "trian")
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (2, "", listed.stdout)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert wrong.stderr.startswith("study: unknown command 'trian' (one of reproduce, ")
+    assert wrong.stderr.startswith("study: unknown command 'trian' (one of demo, ")
 
 
 def test_what_is_not_installed_is_named_before_anything_is_trained():

@@ -88,6 +88,8 @@ class Upkeep:
         shapes = self.graph.parameters
         left_out = self.units.parameters.keys() - self._trained
         vectors = [name for name in left_out if len(shapes[name].shape) == 1]
+        if not vectors:
+            return []
         held = find_held(self.units, left_out - set(vectors))
         holding: set[str] = set()
         for name in self._trained & self.units.parameters.keys():
