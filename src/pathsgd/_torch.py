@@ -7,12 +7,10 @@ torch.export, which takes seconds to import, is imported by what first traces a 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from types import CodeType, FrameType
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -175,14 +173,23 @@ def without_cudnn() -> Iterator[None]:
 
 
 _exporting = threading.RLock()
-TRACING = {
-    "torch.export",
-    "torch.export._trace",
-    "torch.fx._symbolic_trace",
-    "torch.fx.experimental.proxy_tensor",
-}
 LONGEST_WAIT = 600.0
 """Seconds for which a trace waits for exports and compilations of other threads."""
+
+
+@functools.cache
+def _export_one_at_a_time() -> None:
+    """For good: put back and set again, it would be missed by an export that begins in between."""
+    from torch.export import _trace
+
+    original = _trace._export
+
+    @functools.wraps(original)
+    def wait_and_export(*args: Any, **kwargs: Any) -> Any:
+        with _exporting:
+            return original(*args, **kwargs)
+
+    cast(Any, _trace)._export = wait_and_export
 
 
 @contextmanager
@@ -192,7 +199,7 @@ def export_alone() -> Iterator[list[int]]:
 
     An export or a compilation that another thread is in is waited for; one that begins meanwhile waits for
     this one. What else begins to trace (make_fx, torch.fx) is not kept out, but seen: its threads are in the
-    list.
+    list. What of that began before is not seen.
 
     Raises:
         TimeoutError: another thread does not leave torch.export or torch.compile.
@@ -201,53 +208,36 @@ def export_alone() -> Iterator[list[int]]:
     from torch.export import _trace
     from torch.fx import _symbolic_trace
 
-    here, seen, export, fx = threading.get_ident(), list[int](), cast(Any, _trace), cast(Any, _symbolic_trace)
-    with _exporting:
-        original, new_patcher = export._export, fx._new_patcher
+    here, seen, fx = threading.get_ident(), list[int](), cast(Any, _symbolic_trace)
+    _export_one_at_a_time()
+    latest = time.monotonic() + LONGEST_WAIT
+    if not _exporting.acquire(timeout=LONGEST_WAIT):
+        raise TimeoutError
+    new_patcher = fx._new_patcher
 
-        @functools.wraps(original)
-        def wait_and_export(*args: Any, **kwargs: Any) -> Any:
-            with _exporting:
-                return original(*args, **kwargs)
+    @functools.wraps(new_patcher)
+    def see_and_patch() -> Any:
+        if threading.get_ident() != here:
+            seen.append(threading.get_ident())
+        elif fx._is_fx_tracing_flag is True:  # upon which a compiled model raises, in any thread
+            fx._is_fx_tracing_flag = _InThread(here)
+        return new_patcher()
 
-        @functools.wraps(new_patcher)
-        def see_and_patch() -> Any:
-            if threading.get_ident() != here:
-                seen.append(threading.get_ident())
-            elif fx._is_fx_tracing_flag is True:  # upon which a compiled model raises, in any thread
-                fx._is_fx_tracing_flag = _InThread(here)
-            return new_patcher()
-
-        export._export, fx._new_patcher = wait_and_export, see_and_patch
+    fx._new_patcher = see_and_patch
+    try:
+        # Exports that began before the first trace. The lock is taken last, as they may want it, too.
+        while _trace._EXPORT_MODULE_HIERARCHY is not None or not compile_lock.acquire(timeout=0.01):
+            if time.monotonic() > latest:
+                raise TimeoutError
+            time.sleep(0.001)
         try:
-            latest = time.monotonic() + LONGEST_WAIT
-            # The lock is given back in between, as an export that runs may want it, too.
-            while not compile_lock.acquire(timeout=0.01) or _is_tracing_elsewhere(
-                cast(Any, wait_and_export).__code__
-            ):
-                with suppress(RuntimeError):  # of a lock that was not to be had
-                    compile_lock.release()
-                if time.monotonic() > latest:
-                    raise TimeoutError
-                time.sleep(0.001)
-            try:
-                seen.clear()
-                yield seen
-            finally:
-                compile_lock.release()
+            seen.clear()
+            yield seen
         finally:
-            export._export, fx._new_patcher = original, new_patcher
-
-
-def _is_tracing_elsewhere(waiting: CodeType) -> bool:
-    """Whether another thread is inside a function that traces, and not waiting there."""
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = None if thread == threading.get_ident() else innermost
-        while frame is not None and frame.f_code is not waiting:
-            if frame.f_globals.get("__name__") in TRACING:
-                return True
-            frame = frame.f_back
-    return False
+            compile_lock.release()
+    finally:
+        fx._new_patcher = new_patcher
+        _exporting.release()
 
 
 @contextmanager

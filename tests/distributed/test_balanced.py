@@ -54,7 +54,7 @@ class Narrow(nn.Sequential):
 
 
 def prepare():
-    for kind in (Mlp, Narrow, Convolutional, Decoder, networks.UNet, networks.Transformer):
+    for kind in (Mlp, Narrow, Convolutional, Decoder, networks.Transformer):
         traced(kind)
 
 
@@ -86,9 +86,8 @@ def gap(tensors, expected, least=0.0):
 BALANCED = [
     (Mlp, "fully sharded", 2, 2), (Mlp, "fully sharded", 1, 3), (Mlp, "by columns", 2, 2),
     (Mlp, "copies of shards", 2, 2), (Convolutional, "block by block", 2, 2),
-    (Convolutional, "fully sharded", 2, 1), (networks.UNet, "fully sharded", 2, 2),
-    (networks.Transformer, "fully sharded", 2, 2), (Decoder, "tensor parallel", 1, 1),
-    (Decoder, "both", 2, 2),
+    (Convolutional, "fully sharded", 2, 1), (networks.Transformer, "fully sharded", 2, 2),
+    (Decoder, "tensor parallel", 1, 1), (Decoder, "both", 2, 2),
 ]  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
     names = [f"{path.stem}={path}" for path in own]
     sweep = ["sweep", "--quiet", "--datasets", *names,
              "--methods", "sgd", "path-sgd", "--inits", "balanced", "--dropouts", "0", "--step-sizes", "0.1",
-             "0.01", "--search-epochs", "4", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
+             "0.01", "--search-epochs", "2", "--validation", "200", "--hidden", "64", "64", "--batch", "20",
              ]  # fmt: skip
     run_program("with_lanes.py", tmp_path, *sweep)
     assert len(numbers(tmp_path / "1")) > 12
@@ -106,7 +106,7 @@ def test_lanes_change_nothing_where_networks_differ(tmp_path):
 
 
 def test_a_sweep_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    assert "killed 6 times" in run_program("killed.py", tmp_path, 6, 0)
+    assert "killed 3 times" in run_program("killed.py", tmp_path, 3, 0)
     whole = numbers(tmp_path / "whole")
     assert len([name for name in whole if name.endswith("metrics.jsonl")]) == 16  # 4 beyond the largest
     assert numbers(tmp_path / "killed") == whole
