@@ -24,7 +24,7 @@ ORDERS = [(2, 2), (1, 1), (4, 4), (2, 4), (3, 1.5), (1, 2)]
 
 STACKS = {
     "depth 10": lambda: stack(6, *[4] * 10), "depth 50": lambda: stack(6, *[4] * 50),
-    "depth 300": lambda: stack(6, *[4] * 300),
+    "depth 150": lambda: stack(6, *[4] * 150),
     "depthwise": lambda: nn.Sequential(
         nn.Unflatten(1, (6, 1)), *[m for _ in range(20) for m in (nn.Conv1d(6, 6, 1, groups=6), nn.ReLU())],
         nn.Flatten(), nn.Linear(6, 2),
@@ -212,7 +212,7 @@ def test_mu_of_stored_weights(orders, expected):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("depth 10", 45), ("depth 50", 55), ("depth 300", 60), (Squares, 45), ("depthwise", 250)],
+    [("depth 10", 45), ("depth 50", 55), ("depth 150", 60), (Squares, 45), ("depthwise", 250)],
 )
 def test_it_converges_in_few_rounds(name, most, monkeypatch):
     model, _, graph = build(name)

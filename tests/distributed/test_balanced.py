@@ -191,8 +191,7 @@ def test_a_sharded_model_is_balanced_as_the_whole_one():
 # BalancedMuon
 
 TRAINED = [
-    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Decoder, "tensor parallel"),
-    (Decoder, "both"),
+    (Mlp, "fully sharded"), (Convolutional, "block by block"), (Decoder, "both"),
 ]  # fmt: skip
 
 

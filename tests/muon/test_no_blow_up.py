@@ -74,7 +74,7 @@ def traced(depth):
     return pathsgd.trace(deep(depth), data()[0][:1])
 
 
-@pytest.mark.parametrize(("depth", "steps"), [(60, 10), (300, 1)])
+@pytest.mark.parametrize(("depth", "steps"), [(60, 10), (150, 1)])
 def test_depth(depth, steps):
     """A step moves a matrix by about lr of its norm, and a bias by no more than its layer's weights."""
     x, y = data()

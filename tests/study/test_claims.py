@@ -269,9 +269,8 @@ def test_the_edge_of_what_was_tried_is_said():
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):
-    """As in `python -m study figures DIR | head`."""
-    fake_study(tmp_path, datasets=("mnist",), epochs=2)
-    command = [sys.executable, "-m", "study", "figures", str(tmp_path)]
+    """As in `python -m study data | head`."""
+    command = [sys.executable, "-m", "study", "data", "--data-dir", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""

@@ -36,14 +36,14 @@ def snapshot(out):
 
 
 @pytest.mark.parametrize("recorded", ["digits"], indirect=True)
-def test_redrawing_writes_the_same_claims_and_all_figures(recorded):
+@pytest.mark.usefixtures("no_figures")
+def test_redrawing_writes_the_same_claims(recorded):
     out, _ = recorded
     before = snapshot(out)
     redraw(out)
     after = snapshot(out)
     assert {path: after[path] for path in before} == before  # claims.json is written again, byte for byte
-    assert len([path for path in after if path.suffix == ".svg"]) == 5
-    assert (out / "report.html").stat().st_size > 100_000
+    assert after.keys() - before.keys() == {Path("report.html")}
 
 
 def test_the_committed_claims(recorded):
