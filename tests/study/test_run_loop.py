@@ -10,8 +10,9 @@ from study.training import prepare_data
 from support.short_runs import CPU, SMALL, Killed, train_small
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("method", "dropout"), [*((method, 0.5) for method in METHODS), ("sgd", 0.0), ("path-sgd", 0.0)]
+)
 def test_an_interrupted_run_ends_with_the_same_bits(training_data, tmp_path, method, dropout):
     config = dataclasses.replace(SMALL, method=method, dropout=dropout, step_size=0.01)
     expected, _ = train_small(config, training_data, tmp_path / "whole")

@@ -39,16 +39,16 @@ def masks(model, x, p=2):
 @pytest.mark.parametrize("network", [networks.SmallResNet, networks.Vgg, networks.Transformer])
 def test_masks_of_rescaled_copies_are_the_same(network, powers_of_two):
     """By powers of two to the bit of every score; by other factors no two scores here are close enough."""
-    model, x = networks.build(network, torch.float32)
-    copied = copy.deepcopy(model)
+    model, _ = networks.build(network, torch.float32)
+    copied, graph = copy.deepcopy(model), networks.traced(network, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    pathsgd.unbalance(copied, x, powers_of_two=powers_of_two, generator=generator)
+    pathsgd.unbalance(copied, graph, powers_of_two=powers_of_two, generator=generator)
     if powers_of_two:
-        scores = (pathsgd.path_importance(each, x).values() for each in (model, copied))
+        scores = (pathsgd.path_importance(each, graph).values() for each in (model, copied))
         assert all(map(torch.equal, *scores))
     magnitude = prune_by_magnitude(copy.deepcopy(model)), prune_by_magnitude(copy.deepcopy(copied))
     assert not all(map(torch.equal, *magnitude))
-    assert all(map(torch.equal, masks(model, x), masks(copied, x)))
+    assert all(map(torch.equal, masks(model, graph), masks(copied, graph)))
 
 
 def prune_by_magnitude(model):
