@@ -1,5 +1,5 @@
-"""Draws docs/figures/two-starts.png: GPT-2 in small and its rescaled copy, trained by SGD, AdamW, Muon and
-BalancedMuon. Every rate is the best of three from the usual start.
+"""Draws docs/figures/two-starts.png: GPT-2 in small and its rescaled copy, trained by SGD, AdamW and Muon, by
+the last two after ``balance``, and by BalancedMuon. Every rate is the best of three from the usual start.
 
 Run it from the root of the repository: PYTHONPATH=. python docs/figures/draw_two_starts.py
 """
@@ -45,11 +45,24 @@ def by(kind: Any, *rates: float) -> tuple[Any, tuple[float, ...]]:
     return lambda model, graph, rate: kind(model.parameters(), rate), rates
 
 
+def balance(model: nn.Module, graph: pathsgd.PathGraph) -> nn.Module:
+    pathsgd.balance(model, graph)
+    return model
+
+
+# Muon takes the matrices inside, AdamW the rest.
 METHODS = {
     "SGD": by(torch.optim.SGD, 0.03, 0.1, 0.3),
     "AdamW": by(torch.optim.AdamW, 3e-4, 1e-3, 3e-3),
-    # Muon for the matrices inside, AdamW for the rest
     "Muon": (lambda model, graph, rate: Muon(model, rate, rest_lr=1e-3), (3e-3, 1e-2, 3e-2)),
+    "balance + AdamW": (
+        lambda model, graph, rate: torch.optim.AdamW(balance(model, graph).parameters(), rate),
+        (3e-4, 1e-3, 3e-3),
+    ),
+    "balance + Muon": (
+        lambda model, graph, rate: Muon(balance(model, graph), rate, rest_lr=1e-3),
+        (3e-3, 1e-2, 3e-2),
+    ),
     "BalancedMuon": (lambda model, graph, rate: pathsgd.BalancedMuon(model, graph), (None,)),
 }
 

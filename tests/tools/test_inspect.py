@@ -239,7 +239,7 @@ def test_a_figure(folder, capsys):
     printed = inspect(capsys, *arguments, "net.png")
     assert printed.endswith(f"\n{pathsgd.inspect(user_module().instance)}\nfigure: net.png\n")
     assert (folder / "net.png").read_bytes().startswith(b"\x89PNG")
-    assert "'xyz' is not supported" in refused(capsys, *arguments, "net.xyz")
+    assert "has to end in .png, .svg or .pdf" in refused(capsys, *arguments, "net.xyz")
 
 
 def test_dead_paths(folder, capsys):

@@ -120,13 +120,34 @@ def test_usual_batches_have_a_default_loss():
     [
         ([], None, "there are no batches"),
         (iter([(torch.zeros(2, 6).double(), torch.zeros(2).long())]), None, "gone through only once"),
-        ([torch.zeros(2, 6)], None, "a batch is a Tensor, not a dict or a pair x, y: give loss="),
+        ([torch.zeros(2, 6)], None, "a batch is a Tensor, not a dict or a pair x, y: give a loss"),
+        ([{"input": torch.zeros(2, 6).double()}], None, "returned no loss of a batch with input: are labels"),
         ([torch.zeros(2, 6)], lambda model, batch: model[0].weight.sum(), "does not call the model"),
     ],
 )
 def test_what_cannot_be_trained_on_is_an_error(model, batches, loss, part):
     with pytest.raises(pathsgd.PathError, match=part):
         pathsgd.compare(model, batches, loss=loss, steps=4)
+
+
+def test_a_loss_in_the_place_of_validation_batches_is_an_error(model, data):
+    with pytest.raises(pathsgd.PathError, match="pass None, then the loss"):
+        pathsgd.compare(model, [data[:]], default_loss)
+
+
+class WithLogits(nn.Linear):
+    def forward(self, x):
+        output = Output(None)
+        output.logits = super().forward(x)
+        return output
+
+
+def test_models_of_transformers_return_logits():
+    model, x, y = WithLogits(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    assert torch.equal(default_loss(model, (x, y)), F.cross_entropy(model(x).logits, y))
+    model.forward = lambda x: "text"
+    with pytest.raises(pathsgd.PathError, match="returned a str, not a tensor"):
+        default_loss(model, (x, y))
 
 
 USER = """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pathsgd import PathError, compare
-from pathsgd.cli.inspect import save_figure
+from pathsgd.cli.inspect import check_format, save_figure
 from pathsgd.cli.user_model import describe, import_target
 
 ABOUT = """\
@@ -25,7 +25,10 @@ BalancedMuon     at its default
 TARGET is a function without arguments that returns the model, its batches and, if there are any, batches to
 validate on, such as two DataLoaders. A batch is a dict, for model(**batch).loss, or a pair x, y, for the
 cross-entropy or the squared error between model(x) and y; a fourth thing returned is another loss, a function
-of the model and a batch. A model on a GPU is trained there.
+of the model and a batch. A model on a GPU is trained there. For example:
+
+    def make():
+        return Net(), DataLoader(train, 64, shuffle=True), DataLoader(valid, 500)
 
 It prints the loss at the end and the time of a step, the best rate first. --figure draws the curves.
 
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: at least 1")
+    if options.figure is not None:
+        check_format(options.figure)
     torch.manual_seed(options.seed)
     comparison = compare(
         *_make(options.target), steps=options.steps, lr=options.lr, rescaled=options.rescaled,

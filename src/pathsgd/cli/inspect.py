@@ -40,11 +40,14 @@ examples:
 """
 LEGEND = """\
 norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
-from the balanced network; 0 is balanced, - is a layer without units that can be rescaled."""
+from pathsgd.balance(q=inf), and in a figure from balance(p=2, q=2); 0 is balanced, - is a layer without units
+that can be rescaled."""
 
 
 def main(arguments: Sequence[str]) -> None:
     options = make_parser(ABOUT).parse_args(arguments)
+    if options.figure is not None:
+        check_format(options.figure)
     with contextlib.redirect_stdout(sys.stderr):  # for what the user's code prints
         model, example = load_model(options)
         graph = trace_model(options, model, example)
@@ -58,12 +61,15 @@ def main(arguments: Sequence[str]) -> None:
         print("", inspection, save_figure(inspection, options.figure), sep="\n")
 
 
+def check_format(file: Path) -> None:
+    """Raises at once what would be raised when a figure is saved."""
+    if file.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise PathError(f"--figure {file}: the file has to end in .png, .svg or .pdf")
+
+
 def save_figure(drawable: Inspection | Comparison, file: Path) -> str:
     """Writes its figure, and returns a line that says where."""
-    try:
-        drawable.draw().savefig(file, dpi=150)
-    except ValueError as error:  # of a format that matplotlib does not write
-        raise PathError(str(error)) from error
+    drawable.draw().savefig(file, dpi=150)
     return f"figure: {file}"
 
 

@@ -115,12 +115,13 @@ class Comparison:
         for run in self.runs:
             if not run.rescaled:
                 rate = "default" if run.rate is None else f"{run.rate:g}"
-                cells = f"{rate:>9} {run.loss:>9.4g} {1000 * run.seconds:>10.3g}"
+                time = "-" if math.isnan(run.seconds) else f"{1000 * run.seconds:.3g}"
+                cells = f"{rate:>9} {run.loss:>9.4g} {time:>10}"
                 other = rescaled.get((run.method, run.rate))
                 cells += "" if other is None else f" {other:>9.4g}"
                 lines.append(f"{run.method:{width}}{cells}")
         lines += [
-            f"{method}: the best rate is at an end of those tried"
+            f"{method}: the best rate is at an end of those tried, so try others (lr)"
             for method in self.methods
             if self._ends(method)
         ]
@@ -248,6 +249,8 @@ def compare(
         >>> [step for step, loss in result.find("BalancedMuon").curve][:3]
         [0, 1, 2]
     """
+    if callable(valid):
+        raise PathError("valid is a function: without batches to validate on, pass None, then the loss")
     loss = loss or default_loss
     if methods is None:
         methods = {
@@ -285,15 +288,22 @@ def compare(
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss of what most batches are: see :func:`compare`."""
+    advice = "give a loss, a function of the model and a batch, as the fourth argument"
     if isinstance(batch, Mapping):
-        return model(**batch).loss
+        loss = getattr(model(**batch), "loss", None)
+        if loss is None:
+            raise PathError(
+                f"the model returned no loss of a batch with {', '.join(batch)}: are labels missing? "
+                f"Or {advice}"
+            )
+        return loss
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise PathError(
-            f"a batch is a {type(batch).__name__}, not a dict or a pair x, y: give loss=, a function of the "
-            "model and a batch"
-        )
+        raise PathError(f"a batch is a {type(batch).__name__}, not a dict or a pair x, y: {advice}")
     x, y = batch
     outputs = model(x)
+    outputs = getattr(outputs, "logits", outputs)  # of transformers
+    if not isinstance(outputs, Tensor):
+        raise PathError(f"the model returned a {type(outputs).__name__}, not a tensor: {advice}")
     if y.is_floating_point():
         return F.mse_loss(outputs, y)
     if outputs.shape[:-1] == y.shape:  # classes last, as those of language models
