@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= library_time
 
+# Where an environment forbids bytecode, each process of a test would compile torch anew: 10 seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv test demo study lint types docs unit oldest format bench dist clean
