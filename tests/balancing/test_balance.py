@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import PathError
@@ -146,9 +147,12 @@ def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     units, rows = unit_classes_of(graph), find_rows(graph)
     tensors = {n: t.detach() for n, t in graph.tensors(model).items()}
     log = torch.zeros(units.count, dtype=torch.float64, requires_grad=True)
+    tops = find_largest_of_norms(model, graph)
+    is_free = tops.isnan().index_fill(0, torch.tensor(FIXED), False)
+    settled = torch.where(is_free, 0, -tops.log().nan_to_num())
 
     def find_mu():
-        free = units.relations.complete(torch.cat([log.new_zeros(1), log[1:]]))
+        free = units.relations.complete(torch.where(is_free, log, settled))
         sums = torch.zeros(1 + max(int(r.max()) for r in rows.values()), dtype=torch.float64)
         for n, edge in units.parameters.items():
             powers = (tensors[n].abs() * torch.exp(free[edge.head] - free[edge.tail])).pow(p)
@@ -176,10 +180,79 @@ def test_it_is_the_minimum_that_an_optimiser_finds(name, orders):
     assert result == measure_mu(stored, p, q, rows)
 
 
+NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.RMSNorm
+
+
+def find_largest_of_norms(model, graph):
+    """The largest gain or bias of the norms that lead into a class; nan where none does."""
+    units = unit_classes_of(graph)
+    tops = torch.full((units.count,), math.nan, dtype=torch.float64)
+    for name, module in model.named_modules():
+        for own, value in module.named_parameters(recurse=False) if isinstance(module, NORMS) else ():
+            for k, x in zip(units.parameters[f"{name}.{own}"].head.tolist(), value.abs().tolist(), strict=True):
+                tops[k] = x if tops[k].isnan() else max(x, tops[k])
+    tops[FIXED] = math.nan
+    return tops
+
+
 @pytest.mark.parametrize("name", [networks.Mlp, networks.SmallResNet, networks.Transformer, Squares])
 def test_what_arrives_is_what_leaves(name):
+    """But behind a norm, where the largest gain or bias is 1."""
     model, _, graph = build(name)
-    torch.testing.assert_close(*measure_flow(balanced(model, graph), graph), rtol=1e-11, atol=0)
+    result = balanced(model, graph)
+    tops = find_largest_of_norms(result, graph)[unit_classes_of(graph).free]
+    torch.testing.assert_close(tops, torch.where(tops.isnan(), tops, 1), rtol=1e-14, atol=0, equal_nan=True)
+    arriving, leaving = (flow[tops.isnan()] for flow in measure_flow(result, graph))
+    torch.testing.assert_close(arriving, leaving, rtol=1e-11, atol=0)
+
+
+# Gains of norms
+
+
+class Normed(nn.Module):
+    """A position added behind a norm, gains without their 1, queries and keys with gains; the first and the
+    last gain of the second norm are zero, and only the first of these has a bias."""
+
+    example = (2, 4, 6)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.LayerNorm(6) for _ in range(3))
+        self.queries, self.keys = nn.RMSNorm(6), nn.RMSNorm(6)
+        self.position = nn.Parameter(0.02 * torch.randn(4, 6))
+        self.shifted = nn.Parameter(torch.zeros(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
+        with torch.no_grad():
+            self.second.weight[0] = self.second.weight[-1] = 0
+            self.second.bias[0] = 0.25
+
+    def forward(self, x):
+        a, b, c, d, e, f, g = self.layers
+        x = x + a(self.first(x) + self.position) + b(F.relu(self.second(x)))
+        x = x + d(F.relu(c(F.normalize(x, dim=-1) * (1 + self.shifted))))
+        x = x + F.softmax(self.queries(e(x)) @ self.keys(f(x)).mT, -1) @ x
+        return g(self.third(x))
+
+
+def test_gains_of_norms_become_what_they_are_initialised_as():
+    torch.manual_seed(0)
+    model = Normed().double()
+    x = torch.randn(Normed.example, dtype=torch.float64)
+    graph = pathsgd.trace(model, x)
+    result = balanced(model, graph)
+    for name, value in result.named_parameters():
+        before, is_gain = model.get_parameter(name), value.dim() < 2 and "layers" not in name
+        if name == "second.bias":
+            assert value.tolist() == [1.0, 0, 0, 0, 0, 0]
+        elif is_gain:
+            assert torch.equal(value, before), name
+    for name in ("0.weight", "1.bias", "5.weight"):
+        assert torch.equal(result.layers.get_parameter(name), model.layers.get_parameter(name)), name
+    assert computes_the_same(model, result, x)
+    for kind in KINDS:
+        copied = rescaled(model, graph, kind)
+        assert largest_difference(result, balanced(copied, graph)) <= 1e-11
+        assert kind != "powers of two" or are_equal(result, balanced(copied, graph))
 
 
 def measure_flow(model, graph):

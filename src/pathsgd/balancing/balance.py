@@ -22,6 +22,7 @@ from pathsgd.balancing.least_mu import find_least_mu
 from pathsgd.balancing.lemma1 import solve_balance
 from pathsgd.balancing.rescale import apply_factors
 from pathsgd.errors import PathError, check_p
+from pathsgd.graph.nodes import Multiply, Source
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example, trace
 from pathsgd.graph.unit_classes import FIXED, EdgeClasses, UnitClasses, unit_classes_of
@@ -95,7 +96,8 @@ def balance(
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(acting, units, p, q, rows=rows, held=find_held(units, fixed))
+    held, gains = find_held(units, fixed), find_gains(graph)
+    factors = find_balancing_factors(acting, units, p, q, rows, held, gains)
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
@@ -157,6 +159,7 @@ def find_balancing_factors(
     q: float = 2,
     rows: Mapping[str, Tensor] | None = None,
     held: Tensor | None = None,
+    gains: Tensor | None = None,
 ) -> ClassFactors:
     """The factors that lead to least mu_{p,q}: powers of two where a parameter has 16 bits, and where the
     network is balanced up to these already.
@@ -168,10 +171,11 @@ def find_balancing_factors(
         q: as in :func:`balance`.
         rows: of :func:`find_rows`, if p and q differ.
         held: by class, whether it is to stay as it is.
+        gains: of :func:`find_gains`, if the gains of norms are to be 1.
     """
     edges = {name: edge for name, edge in units.parameters.items() if name in tensors}
     held = find_held(units, ()) if held is None else held
-    factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows)
+    factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows, gains)
     exact = find_exact(tensors, edges, units.relations)
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
@@ -183,6 +187,25 @@ def _rounding(tensors: Iterable[Tensor]) -> float:
     """The size of log s that the rounding of the weights causes in a network that is balanced already."""
     floats = {t.dtype for t in tensors if t.is_floating_point()}
     return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats if dtype.itemsize > 2), 0.0)
+
+
+def find_gains(graph: PathGraph) -> Tensor:
+    """Whether gains lead into a class from what cannot be rescaled, as a norm's do, and nothing else but
+    biases; by class."""
+    units = unit_classes_of(graph)
+    uses: dict[str, set[type]] = {}
+    for k, weight in graph.weights():
+        if weight.parameter is not None:
+            uses.setdefault(weight.parameter.name, set()).add(type(graph.nodes[k].operation))
+    gains, others = torch.zeros(units.count, dtype=torch.bool), units.relations.related.clone()
+    others[FIXED] = True
+    for name, edge in units.parameters.items():
+        heads = edge.head.flatten()
+        if not uses[name] <= {Multiply, Source} or bool((edge.tail != FIXED).any()):
+            others[heads] = True
+        elif Multiply in uses[name]:
+            gains[heads] = True
+    return gains & ~others
 
 
 def find_rows(graph: PathGraph) -> dict[str, Tensor]:

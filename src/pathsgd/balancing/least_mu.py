@@ -66,6 +66,7 @@ def find_least_mu(
     p: float,
     q: float,
     rows: Mapping[str, Tensor] | None = None,
+    gains: Tensor | None = None,
 ) -> ClassFactors:
     """The factors of all classes that lead to the equivalent of least mu_{p,q}.
 
@@ -77,6 +78,7 @@ def find_least_mu(
         p: the order of the norm over the weights into a unit.
         q: the order of the norm over units.
         rows: if p and q differ, by parameter the units that its entries lead into.
+        gains: by class, whether its factor is to bring the largest weight into it to 1.
     """
     units = rows if rows is not None and p != q else {}
     fixed = relations.hold(fixed)
@@ -96,12 +98,17 @@ def find_least_mu(
             shift = _highest(sizes, factors.exponent)
             powers = sum_powers(layout, p, factors.exponent, shift)
             found.append(_take_logarithms(powers, p * shift * LOG_2))
-        return _Solver(join_edges(found), relations, fixed, live, layers, p, q, factors.mantissa.log())
+        start, normed = factors.mantissa.log(), torch.zeros_like(live)
+        if gains is not None:
+            largest_into = _find_largest_into(layouts, gains & live, factors.exponent)
+            normed = largest_into > -math.inf
+            start = torch.where(normed, -largest_into, start)
+        return _Solver(join_edges(found), relations, fixed, live, normed, layers, p, q, start)
 
     exponents = find_exponents(join_edges(largest), relations, fixed)
     solver = start_from(ClassFactors(torch.ones(len(fixed), dtype=torch.float64), exponents))
     if p != 2 and bool(solver.lost.any()):  # squares have the range of fp64, other powers do not
-        least_squares = find_least_mu(tensors, edges, relations, fixed, 2, 2)
+        least_squares = find_least_mu(tensors, edges, relations, fixed, 2, 2, gains=gains)
         solver, exponents = start_from(least_squares), least_squares.exponent
     t = solver.run()
     # Halves are always rounded down, so that a second call changes nothing.
@@ -125,6 +132,16 @@ def _take_logarithms(powers: Edges, scale: float) -> Edges:
     """Values of the list in logarithms; those of matrices as they are, in units of exp(scale)."""
     matrices = [replace(matrix, log_scale=scale) for matrix in powers.matrices]
     return replace(powers, matrices=matrices, values=powers.values.double().log() + scale)
+
+
+def _find_largest_into(layouts: list[EdgeLayout], wanted: Tensor, exponents: Tensor) -> Tensor:
+    """log of the largest weight into each class that is wanted, rescaled; -inf of others."""
+    own = [layout for layout in layouts if bool(wanted[layout.head].any())]
+    edges = join_edges([layout.reduce(lambda x, rows: x.abs_(), largest=True) for layout in own])
+    mantissa, exponent = torch.frexp(edges.values.double())
+    logs = mantissa.log() + (exponent + exponents[edges.heads]) * LOG_2
+    nothing = torch.full((len(wanted),), -math.inf, dtype=torch.float64)
+    return torch.where(wanted, nothing.scatter_reduce(0, edges.heads, logs, "amax"), nothing)
 
 
 def _find_layers(layouts: list[EdgeLayout], relations: Relations) -> Tensor:
@@ -202,6 +219,7 @@ class _Solver:
         relations: Relations,
         fixed: Tensor,
         live: Tensor,
+        normed: Tensor,
         layers: Tensor,
         p: float,
         q: float,
@@ -211,6 +229,8 @@ class _Solver:
         self.layers, self.p, self.q, self.start = layers, p, q, start
         self.count, self.order = len(fixed), max(p, q)
         self.layer_count = int(layers.max()) + 1
+        live, fixed, self.normed = live & ~normed, fixed | normed, normed
+        self.moving = torch.where(torch.isin(layers, layers[normed]), FIXED, layers)
         # The edges of the list, then one for every row of a matrix; and one for every column.
         self.heads = torch.cat([edges.heads, *(m.heads for m in edges.matrices)])
         self.tails = torch.cat([edges.tails, *(m.tails for m in edges.matrices)])
@@ -227,9 +247,9 @@ class _Solver:
         """Numbers the pairs of layers that edges join, with the coefficients of the numbers that move layers:
         one each, or if relations tie these, one for each way in which they can move."""
         matrices = self.edges.matrices
-        tails = [layer.expand(len(m.heads)) for m in matrices for layer in [self.layers[m.tails[:1]]]]
-        joined = self.layers[self.heads] * self.layer_count + torch.cat(
-            [self.layers[self.edges.tails], *tails]
+        tails = [layer.expand(len(m.heads)) for m in matrices for layer in [self.moving[m.tails[:1]]]]
+        joined = self.moving[self.heads] * self.layer_count + torch.cat(
+            [self.moving[self.edges.tails], *tails]
         )
         pairs, self.pair = joined.unique(return_inverse=True)
         layers = torch.eye(self.layer_count, dtype=torch.float64)
@@ -241,7 +261,7 @@ class _Solver:
     def _find_moves(self) -> Tensor:
         """What can be added to the logarithms of all factors of each layer, by columns; one for each of some
         layers, from which the others follow."""
-        terms, layers = self.relations.derived, self.layers
+        terms, layers = self.relations.derived, self.moving
         # Sums that are the same for layers have the same value for random numbers: one of each is enough.
         generator = torch.Generator().manual_seed(0)
         numbers = torch.rand(self.layer_count, generator=generator, dtype=torch.float64)
@@ -350,15 +370,15 @@ class _Solver:
         matrix = torch.cat([self.order * self.coefficients[live], -ones], 1)
         ridge = 1e-6 * torch.eye(matrix.shape[1], dtype=torch.float64)
         solution = torch.linalg.solve(matrix.T @ matrix + ridge, matrix.T @ -flow.between[live])
-        return (self.moves @ solution[:-1])[self.layers]
+        return (self.moves @ solution[:-1])[self.moving]
 
     def _correct_layers(self, step: Tensor, flow: _Flow, weight: Tensor) -> Tensor:
         """A step in which the mean of each layer is replaced by what Newton's method finds."""
         if not len(self.free_layers):
             return step
-        share = (weight - _log_sum(weight, self.layers, self.layer_count)[self.layers]).exp()
+        share = (weight - _log_sum(weight, self.moving, self.layer_count)[self.moving]).exp()
         share = torch.where(self.live, share, 0)
-        mean = torch.zeros(self.layer_count, dtype=torch.float64).index_add(0, self.layers, share * step)
+        mean = torch.zeros(self.layer_count, dtype=torch.float64).index_add(0, self.moving, share * step)
         powers = (flow.between - flow.between.max()).exp()
         gradient = self.coefficients.T @ powers
         hessian = self.order * (self.coefficients.T * powers) @ self.coefficients
@@ -368,7 +388,7 @@ class _Solver:
         newton_step = -scale * torch.linalg.solve(scaled, scale * gradient)
         newton_step = newton_step / max(1.0, float(newton_step.abs().max()))
         change = self.moves @ (newton_step - mean[self.free_layers])
-        change = torch.where(self.live & self.relations.is_free, change[self.layers], 0)
+        change = torch.where(self.live & self.relations.is_free, change[self.moving], 0)
         return step + self.relations.complete(change)
 
     # Classes without a minimum
@@ -382,8 +402,9 @@ class _Solver:
 
     def _mean_norm(self, norm: Tensor) -> Tensor:
         """log of the mean norm of the live classes of every class's layer; 0 if it has none."""
-        total = _log_sum(torch.where(self.live, norm, -math.inf), self.layers, self.layer_count)
-        number = torch.zeros_like(total).index_add(0, self.layers, self.live.double())
+        counts = self.live | self.normed
+        total = _log_sum(torch.where(counts, norm, -math.inf), self.layers, self.layer_count)
+        number = torch.zeros_like(total).index_add(0, self.layers, counts.double())
         return torch.where(number > 0, total - number.log(), 0)[self.layers]
 
     def _settle_others(self, t: Tensor) -> Tensor:
