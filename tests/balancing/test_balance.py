@@ -189,7 +189,8 @@ def find_largest_of_norms(model, graph):
     tops = torch.full((units.count,), math.nan, dtype=torch.float64)
     for name, module in model.named_modules():
         for own, value in module.named_parameters(recurse=False) if isinstance(module, NORMS) else ():
-            for k, x in zip(units.parameters[f"{name}.{own}"].head.tolist(), value.abs().tolist(), strict=True):
+            heads = units.parameters[f"{name}.{own}"].head.tolist()
+            for k, x in zip(heads, value.abs().tolist(), strict=True):
                 tops[k] = x if tops[k].isnan() else max(x, tops[k])
     tops[FIXED] = math.nan
     return tops

@@ -226,6 +226,7 @@ def test_an_optimizer_of_someone_else():
     ("options", "message"),
     [
         ({"lr": -1.0}, "Invalid learning rate: -1"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
         ({"momentum": -0.5}, "Invalid momentum value: -0.5"),
         ({"weight_decay": -0.5}, "Invalid weight_decay value: -0.5"),
         ({"nesterov": True}, "Nesterov momentum requires a momentum"),

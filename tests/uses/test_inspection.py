@@ -78,7 +78,7 @@ def test_its_numbers_are_those_of_paths(model):
             assert layer.loss_balanced[bits] == pytest.approx(measure_loss(balanced, layer.name, bits))
     assert found.layers[0].loss[4] > 3 * found.layers[0].loss_balanced[4]
     means = (sum(getattr(x, name)[4] for x in found.layers) / 3 for name in ("loss", "loss_balanced"))
-    sentence = "{:.3g} times the least; 2 of 19 units dead; int4 error {:.2g}, after balance {:.2g}"
+    sentence = "{:.3g} times the balanced one; 2 of 19 units dead; int4 error {:.2g}, after balance {:.2g}"
     assert str(found) == "Sequential: mu is " + sentence.format(found.ratio, *means)
 
 

@@ -5,6 +5,10 @@
 For finite p and q the minimum is unique (:mod:`pathsgd.balancing.least_mu`). Two networks that are rescalings
 of each other are one network after it, so every optimizer trains them alike. For q = inf it is Lemma 1 of the
 paper (:mod:`pathsgd.balancing.lemma1`), whose minimum is not unique.
+
+The gains of norms are an exception, since they are initialised as 1 beside matrices of any size: least mu
+would shrink a Llama's to 0.4 and make the matrices behind them 2.5 times as large, which AdamW at its usual
+rate would move 2.5 times less. They become 1, and what is behind them takes their size.
 """
 
 from __future__ import annotations
@@ -45,18 +49,19 @@ def balance(
     Call it once before training, and no optimizer feels how the start was scaled: rescaled copies of a
     network are the same network afterwards, those rescaled by powers of two to the last bit. With p = q = 2
     that is the equivalent of least sum of squares, in which what leads into a unit has the same norm as what
-    leads out of it, as about in usual initialisations.
+    leads out of it, as about in usual initialisations. Of a unit behind a norm the largest gain or bias
+    becomes 1, as it is in these.
 
     ``mu`` counts every stored parameter once, and no running statistics: of a batch norm its weight and its
     bias. (:func:`pathsgd.group_norm` has them as they act, weight / sigma.) A gain that is stored without its
-    1, as Gemma's, counts with it. Frozen parameters are rescaled,
-    too. Parameters of 16 bits are rescaled by powers of two alone, so that none is rounded. A unit before or
-    behind zeros has no minimum; its other side is brought to the norm of its layer, or to 1. A unit keeps at
-    least 2^-20 of the norm of its layer.
+    1, as Gemma's, counts with it. Frozen parameters are rescaled, too. Parameters of 16 bits are rescaled by
+    powers of two alone, so that none is rounded. A unit before or behind zeros has no minimum; its other side
+    is brought to the norm of its layer, or to 1. A unit keeps at least 2^-20 of the norm of its layer.
 
-    For ``q = math.inf`` it is Lemma 1 of the paper. Many equivalents have the least ``mu_{p,inf}``; of these
-    it takes the one in which the weights into all units before the last have the norm mu, as far as they can,
-    dead units stay as they are, and units that feed a product or a square keep their factor of 1.
+    For ``q = math.inf`` it is Lemma 1 of the paper, and gains are weights like others. Many equivalents have
+    the least ``mu_{p,inf}``; of these it takes the one in which the weights into all units before the last
+    have the norm mu, as far as they can, dead units stay as they are, and units that feed a product or a
+    square keep their factor of 1.
 
     Args:
         model: the module to rescale. If it is sharded over ranks, call this on all of them.

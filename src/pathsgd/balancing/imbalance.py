@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class Imbalance:
         q: the order of the norm over units.
         mu: ``mu_{p,q}`` of the network as :func:`pathsgd.balance` counts it; for ``q = math.inf`` the largest
             norm of the weights into a unit.
-        mu_balanced: the least of all its equivalents.
+        mu_balanced: that of the network that :func:`pathsgd.balance` makes.
         layers: the same unit by unit, summed up for every layer.
         factors: what turns the network into its balanced equivalent, for :func:`pathsgd.rescale`.
 
@@ -82,11 +82,12 @@ class Imbalance:
     mu: float
     mu_balanced: float
     layers: tuple[LayerImbalance, ...]
-    factors: dict[str, Tensor]
+    factors: dict[str, Tensor] = field(repr=False)
 
     @property
     def ratio(self) -> float | None:
-        """``mu / mu_balanced``, 1 at best; None where no weight lies on a path."""
+        """``mu / mu_balanced``: 1 for a balanced network; less, if at all, where gains of norms are small.
+        None where no weight lies on a path."""
         return self.mu / self.mu_balanced if self.mu_balanced > 0 else None
 
 

@@ -13,6 +13,9 @@ follow from it, with ``S = R_r^(q/p - 1) |w|^p exp(p (...))``.
 Classes that lie on no such walk (before a layer of zeros, behind a dead unit) have no minimum. Their side
 that is not zero is brought to the norm of their layer, or to 1, so that all equivalents still become one.
 
+Classes may also be given whose largest incoming weight is to be 1 (gains of norms). Their factors are known
+before the others'.
+
 In order, so that networks that differ by powers of two end at the same bits:
 1. integer exponents for all classes, such that the largest weight into each is about 1. These depend on
    nothing but binary exponents, so that from here on all such networks are the same;

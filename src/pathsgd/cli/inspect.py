@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,15 +18,14 @@ the graph    what pathsgd.trace finds: which parameters lie on paths and which f
              and where and why a region of paths ends
 log phi_p    the natural logarithm of the path norm, finite at any depth; one for each region. Rescaling
              inside a region does not change it
-mu_{p,inf}   the largest l_p norm of the weights into a unit, now and after pathsgd.balance(q=inf). Their
-             ratio is 1 for a balanced network, and where units that cannot be rescaled have the largest
-             norm
+mu_{p,p}     the l_p norm of all weights, now and after pathsgd.balance(model, x, p, p). Their ratio is 1
+             for a balanced network, and may be less where gains of norms are small
 the layers   named as pathsgd.rescale names them: the number of units, the norm of the weights into them,
              and their imbalance: +5 means that the weights into a unit are 2^5 times too large, and those
              out of it 2^5 times too small
 
 --figure     draws for each layer the imbalance of its units, those that are dead, and what rounding its
-             weights to 8 and to 4 bits loses, now and after pathsgd.balance(p=4, q=4)
+             weights to 8 and to 4 bits loses, now and after pathsgd.balance(model, x, p=4, q=4)
 
 Importing a module runs the code in it, and reading a whole model from a file can, so inspect what you
 trust. State dicts (--weights) are read by torch.load(weights_only=True), which runs none.
@@ -39,9 +37,8 @@ examples:
   pathsgd inspect transformers:GPT2Model --arguments '{"n_layer": 2}' --input-shape 1,16 --input-dtype int64
 """
 LEGEND = """\
-norm: of the weights into a unit; mu is the largest. imbalance: log2 of what a unit has been rescaled by, seen
-from pathsgd.balance(q=inf), and in a figure from balance(p=2, q=2); 0 is balanced, - is a layer without units
-that can be rescaled."""
+norm: of the weights into a unit. imbalance: log2 of what a unit has been rescaled by, seen from what
+pathsgd.balance makes; 0 is balanced, - is a layer without units that can be rescaled."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         model, example = load_model(options)
         graph = trace_model(options, model, example)
     print(graph, end="\n\n", flush=True)
-    measured = imbalance(model, graph, options.p, math.inf)
+    measured = imbalance(model, graph, options.p, options.p)
     regions = range(len(graph.parameter_regions()))
     log_phi = {k: path_norm(model, graph, options.p, log=True, region=k).item() for k in regions}
     print("\n".join([*_network_table(measured, log_phi), "", *_layer_table(measured)]))
@@ -90,18 +87,17 @@ def align(rows: Sequence[Sequence[str]], sides: str, rule: bool = False) -> list
 
 
 def _network_table(measured: Imbalance, log_phi: dict[int, float]) -> list[str]:
-    phi_p, mu = f"phi_{measured.p:g}", f"mu_{{{measured.p:g},inf}}"
+    phi_p, mu = f"phi_{measured.p:g}", f"mu_{{{measured.p:g},{measured.q:g}}}"
     rows = []
     for region, logarithm in log_phi.items():
         which = f" of region {region}" if len(log_phi) > 1 else ""
         rows.append((f"log {phi_p}{which}", f"{logarithm:.6g}", ""))
     if not rows:
         rows.append((f"log {phi_p}", "-", "no parameter lies on a path"))
-    at = next((layer for layer in measured.layers if layer.norm and layer.norm.largest == measured.mu), None)
-    rows.append((mu, f"{measured.mu:.6g}", f"at {_title(at.owners)}" if at else ""))
-    rows.append((f"{mu} balanced", f"{measured.mu_balanced:.6g}", "the least that rescaling can make it"))
+    rows.append((mu, f"{measured.mu:.6g}", ""))
+    rows.append((f"{mu} balanced", f"{measured.mu_balanced:.6g}", ""))
     if measured.ratio is not None:
-        rows.append(("ratio", f"{measured.ratio:.6g}", "1 where no rescaling makes mu smaller"))
+        rows.append(("ratio", f"{measured.ratio:.6g}", "1 if balanced"))
     return align(rows, "<<<")
 
 

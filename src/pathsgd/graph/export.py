@@ -354,7 +354,8 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
 def explain_values(where: str, message: str) -> DataDependentError:
     """The error where control flow or sizes depend on values."""
     return DataDependentError(
-        f"tracing failed in {where}: {message} (its control flow or its sizes depend on values, which "
-        "torch.export cannot follow: as in indexing by a mask, int(x.max()), or distributions, which need "
-        "validate_args=False)"
+        f"tracing failed in {where}: its control flow or its sizes depend on values, which torch.export "
+        "cannot follow, as `if x.sum() > 0`, indexing by a mask, int(x.max()), or distributions, which need "
+        "validate_args=False; layers in a module of their own, without these, are traced by themselves "
+        f"({message})"
     )

@@ -63,7 +63,7 @@ class Inspection:
 
     Attributes:
         model: the name of the model's class.
-        ratio: ``mu_{2,2}`` over the least of all equivalents, 1 at best; None where no weight is on a path.
+        ratio: ``mu_{2,2}`` over that of the balanced network; None where no weight is on a path.
         layers: in order of evaluation. Each has a ``name``, how many ``units`` and how many of them are
             ``dead``, the ``imbalance`` of units in octaves and its ``quantiles``, and by bits (8 and 4) the
             ``loss`` from rounding its weights, and ``loss_balanced``.
@@ -74,7 +74,7 @@ class Inspection:
         >>> _ = model[0].weight.data.fill_(8.0), model[2].weight.data.fill_(1.0)
         >>> _ = model[0].weight.data[2].zero_()
         >>> print(pathsgd.inspect(model))
-        Sequential: mu is 2.14 times the least; 1 of 4 units dead; int4 error 0, after balance 0
+        Sequential: mu is 2.14 times the balanced one; 1 of 4 units dead; int4 error 0, after balance 0
     """
 
     model: str
@@ -83,7 +83,7 @@ class Inspection:
 
     def __str__(self) -> str:
         pooled, ratio = _pool("", self.layers), self.ratio
-        parts = [] if ratio is None else ["mu is " + f"{ratio:.3g} times " * (ratio > 1.005) + "the least"]
+        parts = [] if ratio is None else [f"mu is {ratio:.3g} times the balanced one"]
         parts.append(f"{pooled.dead or 'none'} of {pooled.units} units dead")
         if pooled.loss:
             parts.append(f"int4 error {pooled.loss[4]:.2g}, after balance {pooled.loss_balanced[4]:.2g}")
