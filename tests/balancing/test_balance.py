@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import pathsgd
 from pathsgd import PathError
@@ -18,7 +17,19 @@ from pathsgd.balancing.balance import find_balancing_factors, find_rows, measure
 from pathsgd.balancing.class_edges import ClassFactors
 from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support import cases, networks, starts
-from support.starts import KINDS, NETWORKS, Explosive, LowRank, Squares, rescaled, stack
+from support.starts import (
+    KINDS,
+    NETWORKS,
+    Explosive,
+    LowRank,
+    Squares,
+    are_equal,
+    balanced,
+    computes_the_same,
+    largest_difference,
+    rescaled,
+    stack,
+)
 
 ORDERS = [(2, 2), (1, 1), (4, 4), (2, 4), (3, 1.5), (1, 2)]
 
@@ -46,32 +57,10 @@ def build(name):
     return model, x, pathsgd.trace(model, x)
 
 
-def balanced(model, graph, p=2, q=2):
-    """A copy of the model."""
-    model = copy.deepcopy(model)
-    pathsgd.balance(model, graph, p, q)
-    return model
-
-
 @functools.cache
 def build_balanced(name):
     model, _, graph = build(name)
     return balanced(model, graph)
-
-
-def largest_difference(a, b):
-    """The largest over all weights, each relative to itself."""
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max(((p - q).abs() / p.abs().clamp(min=1e-300)).max().item() for p, q in pairs if p.numel())
-
-
-def are_equal(a, b):
-    return all(map(torch.equal, a.parameters(), b.parameters()))
-
-
-def computes_the_same(a, b, x):
-    expected, result = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
-    return bool((result - expected).abs().max() <= 1e-12 * expected.abs().max())
 
 
 # One network for all
@@ -205,55 +194,6 @@ def test_what_arrives_is_what_leaves(name):
     torch.testing.assert_close(tops, torch.where(tops.isnan(), tops, 1), rtol=1e-14, atol=0, equal_nan=True)
     arriving, leaving = (flow[tops.isnan()] for flow in measure_flow(result, graph))
     torch.testing.assert_close(arriving, leaving, rtol=1e-11, atol=0)
-
-
-# Gains of norms
-
-
-class Normed(nn.Module):
-    """A position added behind a norm, gains without their 1, queries and keys with gains; the first and the
-    last gain of the second norm are zero, and only the first of these has a bias."""
-
-    example = (2, 4, 6)
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.LayerNorm(6) for _ in range(3))
-        self.queries, self.keys = nn.RMSNorm(6), nn.RMSNorm(6)
-        self.position = nn.Parameter(0.02 * torch.randn(4, 6))
-        self.shifted = nn.Parameter(torch.zeros(6))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
-        with torch.no_grad():
-            self.second.weight[0] = self.second.weight[-1] = 0
-            self.second.bias[0] = 0.25
-
-    def forward(self, x):
-        a, b, c, d, e, f, g = self.layers
-        x = x + a(self.first(x) + self.position) + b(F.relu(self.second(x)))
-        x = x + d(F.relu(c(F.normalize(x, dim=-1) * (1 + self.shifted))))
-        x = x + F.softmax(self.queries(e(x)) @ self.keys(f(x)).mT, -1) @ x
-        return g(self.third(x))
-
-
-def test_gains_of_norms_become_what_they_are_initialised_as():
-    torch.manual_seed(0)
-    model = Normed().double()
-    x = torch.randn(Normed.example, dtype=torch.float64)
-    graph = pathsgd.trace(model, x)
-    result = balanced(model, graph)
-    for name, value in result.named_parameters():
-        before, is_gain = model.get_parameter(name), value.dim() < 2 and "layers" not in name
-        if name == "second.bias":
-            assert value.tolist() == [1.0, 0, 0, 0, 0, 0]
-        elif is_gain:
-            assert torch.equal(value, before), name
-    for name in ("0.weight", "1.bias", "5.weight"):
-        assert torch.equal(result.layers.get_parameter(name), model.layers.get_parameter(name)), name
-    assert computes_the_same(model, result, x)
-    for kind in KINDS:
-        copied = rescaled(model, graph, kind)
-        assert largest_difference(result, balanced(copied, graph)) <= 1e-11
-        assert kind != "powers of two" or are_equal(result, balanced(copied, graph))
 
 
 def measure_flow(model, graph):

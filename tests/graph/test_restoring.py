@@ -4,74 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import logging
-import queue
-import random
 import types
 from collections import OrderedDict, defaultdict, deque
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pathsgd
-
-
-class Holder(nn.Module):
-    """Holds a value, which ``write`` changes in the middle of its forward."""
-
-    def __init__(self, held, write, fails):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.held, self.write, self.fails = held, write, fails
-        self.last = None
-
-    def forward(self, x):
-        y = self.a(x).relu()
-        self.write(self, y)
-        if self.fails:
-            raise ValueError("as it should")
-        return self.b(y)
-
-
-WRITTEN = []
-"""What a trace has run: a global, as what the model refers to is put back."""
-
-
-def trace(held, write, fails):
-    """The model after a trace, which has to have run ``write``."""
-    WRITTEN.clear()
-    model = Holder(held, lambda model, y: WRITTEN.append(write(model, y)), fails)
-    before = contents(model)
-    with pytest.raises(pathsgd.TraceError, match="as it should") if fails else contextlib.nullcontext():
-        pathsgd.trace(model, torch.randn(2, 4))
-    assert WRITTEN
-    assert_same(contents(model), before)
-    return model
-
-
-def contents(value, seen=()):
-    """All that a value holds, in its order, and what that holds."""
-    if id(value) in seen or isinstance(value, (type, str, int)):
-        return []
-    items = []
-    if isinstance(value, (list, tuple, set, deque)):
-        items += value
-    elif isinstance(value, dict):
-        items += [x for pair in value.items() for x in pair]
-    for base in type(value).__mro__:
-        for slot in vars(base).get("__slots__", ()):
-            items.append(getattr(value, f"_{base.__name__}{slot}" if slot[:2] == "__" else slot, None))
-    for pair in getattr(value, "__dict__", {}).items():
-        items += pair
-    return items + [x for item in items for x in contents(item, (*seen, id(value)))]
-
-
-def assert_same(found, expected):
-    assert [id(x) for x in found] == [id(x) for x in expected]
+from support.holder import Cache, Holder, assert_same, contents, trace
 
 
 class FrozenDict(OrderedDict):
@@ -137,16 +79,6 @@ class Configuration:
 
     def __setattr__(self, name, value):
         self._content[name] = value
-
-
-class Cache:
-    def __init__(self):
-        self.keys, self.length = [], 0
-
-    def write(self, y):
-        self.keys.append(y)
-        self.length += 1
-        self.newest = y
 
 
 def read_only(held):
@@ -384,98 +316,3 @@ def test_values_of_a_tensor_that_is_no_buffer(write, fails):
         pathsgd.trace(model, torch.randn(2, 4))
     torch.testing.assert_close(held, expected, rtol=0, atol=0, equal_nan=True)
     assert [x.data_ptr() for x in held] == addresses
-
-
-def test_what_other_threads_and_the_process_share_is_left_alone():
-    held = {"queue": queue.Queue(), "logger": logging.getLogger(__name__)}
-    for number in range(100):
-        held["queue"].put(number)
-
-    def write(model, y):
-        model.held["queue"].get()  # as its consumer may do at any time
-        model.held["logger"].getChild("made_in_the_forward")
-
-    model = Holder(held, write, False)
-    pathsgd.trace(model, torch.randn(2, 4))
-    assert held["queue"].queue[0] > 0
-    assert f"{__name__}.made_in_the_forward" in logging.root.manager.loggerDict
-
-
-def test_a_model_that_refers_to_a_large_dataset():
-    """Not all of it is looked at, but what is nearer to the model is."""
-    held = Cache()  # export itself would walk through a dict
-    held.numbers, held.samples = list(range(500_000)), [[number] for number in range(500_000)]
-    pathsgd.trace(Holder(held, lambda model, y: model.held.write(y), False), torch.randn(2, 4))
-    assert (held.keys, held.length) == ([], 0)
-    assert not hasattr(held, "newest")
-    assert len(held.numbers) == len(held.samples) == 500_000
-
-
-def list_in_a_closure():
-    """As that of a hook that collects activations."""
-    seen, last = ["first"], None
-
-    def hook(y):
-        nonlocal last
-        seen.append(y)
-        last = y
-
-    return hook, lambda: (list(seen), last)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_a_function_closes_over(fails):
-    hook, look = list_in_a_closure()
-    partial = functools.partial(list.append, [])
-    trace([hook, partial], lambda model, y: [write(y) for write in model.held], fails)
-    assert look() == (["first"], None)
-    assert partial.args == ([],)
-
-
-PROCESS = {
-    "a number": (lambda model: random.random(), random.getstate),
-    "numpy's number": (lambda model: np.random.rand(), lambda: str(np.random.get_state())),
-    "torch's number": (lambda model: torch.rand(2), lambda: torch.get_rng_state().tolist()),
-    "seed": (lambda model: torch.manual_seed(9), lambda: torch.get_rng_state().tolist()),
-    "dtype": (lambda model: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
-    "grad mode": (lambda model: torch.set_grad_enabled(False), torch.is_grad_enabled),
-    "autocast": (
-        lambda model: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("case", PROCESS)
-def test_what_the_process_shares(case, fails):
-    write, look = PROCESS[case]
-    model = Holder(None, lambda model, y: write(model), fails)
-    x = torch.ones(2, 4)
-    before = look()
-    with contextlib.suppress(pathsgd.TraceError):
-        pathsgd.trace(model, x)
-    assert look() == before
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda model: model.zero_grad(),
-        lambda model: model.requires_grad_(False),
-        lambda model: model.a.weight.grad.mul_(2),
-        lambda model: torch.rand(2, generator=model.held),
-        lambda model: model.eval(),
-    ],
-)
-def test_gradients_and_flags(write, fails):
-    model = Holder(torch.Generator(), lambda model, y: write(model), fails)
-    model.a.weight.grad = gradient = torch.ones(4, 4)
-    state = model.held.get_state()
-    with contextlib.suppress(pathsgd.TraceError):
-        pathsgd.trace(model, torch.ones(2, 4))
-    assert model.a.weight.grad is gradient
-    assert bool((gradient == 1).all())
-    assert all(p.requires_grad for p in model.parameters())
-    assert torch.equal(model.held.get_state(), state)
-    assert all(module.training for module in model.modules())

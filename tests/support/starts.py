@@ -234,3 +234,25 @@ def rescaled(model, graph, kind, most=30):
     copied = copy.deepcopy(model)
     rescale(copied, graph, kind, most)
     return copied
+
+
+def balanced(model, graph, p=2, q=2):
+    """A copy of the model."""
+    model = copy.deepcopy(model)
+    pathsgd.balance(model, graph, p, q)
+    return model
+
+
+def largest_difference(a, b):
+    """The largest over all weights, each relative to itself."""
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(((p - q).abs() / p.abs().clamp(min=1e-300)).max().item() for p, q in pairs if p.numel())
+
+
+def are_equal(a, b):
+    return all(map(torch.equal, a.parameters(), b.parameters()))
+
+
+def computes_the_same(a, b, x):
+    expected, result = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
+    return bool((result - expected).abs().max() <= 1e-12 * expected.abs().max())

@@ -101,11 +101,10 @@ def find_least_mu(
             shift = _highest(sizes, factors.exponent)
             powers = sum_powers(layout, p, factors.exponent, shift)
             found.append(_take_logarithms(powers, p * shift * LOG_2))
-        start, normed = factors.mantissa.log(), torch.zeros_like(live)
-        if gains is not None:
-            largest_into = _find_largest_into(layouts, gains & live, factors.exponent)
-            normed = largest_into > -math.inf
-            start = torch.where(normed, -largest_into, start)
+        wanted = torch.zeros_like(live) if gains is None else gains & live
+        largest_into = _find_largest_into(layouts, wanted, factors.exponent)
+        normed = largest_into > -math.inf
+        start = torch.where(normed, -largest_into, factors.mantissa.log())
         return _Solver(join_edges(found), relations, fixed, live, normed, layers, p, q, start)
 
     exponents = find_exponents(join_edges(largest), relations, fixed)
