@@ -9,6 +9,7 @@ runs this.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     allowed = ("pathsgd/", "pathsgd_entry_point.py", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/")
     if strays := [name for name in names if not name.startswith(allowed)]:
         sys.exit(f"{wheel.name} has more than the library: {strays}")
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    if dead := re.findall(r"\]\((?!https:)[^)]{2,}\)", metadata):
+        sys.exit(f"the page of {wheel.name} on PyPI would have dead links: {dead}")
     if "pathsgd/py.typed" not in names:
         sys.exit(f"{wheel.name} lacks pathsgd/py.typed: type checkers would not look at it")
     if sdist.stat().st_size > SDIST_LIMIT:
