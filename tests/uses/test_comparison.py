@@ -84,9 +84,16 @@ def test_the_best_rate_is_first_and_a_run_that_diverges_last(model, data):
     assert found.runs[2].loss == math.inf
     assert "at an end" not in str(found)
     found.draw()
-    assert "SGD: the best rate is at an end" in str(
-        pathsgd.compare(model, [data[:]], steps=40, methods={"SGD": sgd(0.1, 1e-4)})
-    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "tried"),
+    [((1e-3, 1e-2), (0.1, 1, 10)), ((1e20, 1e10, 1e5), (1, 1e-5)), ((1e-9, 1e-8), (1e-7, 1e-6, 1e-5))],
+)
+def test_rates_beyond_the_best_are_tried(model, data, rates, tried):
+    found = pathsgd.compare(model, [data[:]], steps=40, methods={"SGD": sgd(*rates)}, rescaled=True)
+    assert {run.rate for run in found.runs} == {*rates, *tried}
+    assert ("SGD: the best rate is at an end" in str(found)) == (rates[0] == 1e-9)
 
 
 class Output:

@@ -18,8 +18,8 @@ from pathsgd.cli.user_model import describe, import_target
 ABOUT = """\
 Trains copies of a model, all from the same start, on the same batches, with 5% warm-up and a cosine to zero:
 
-AdamW            at three rates, or those of --lr
-balance + AdamW  at the same rates, on the balanced model
+AdamW            at three rates, or those of --lr, and up to three more where the best is at an end
+balance + AdamW  likewise, on the balanced model
 BalancedMuon     at its default
 
 TARGET is a function without arguments that returns the model, its batches and, if there are any, batches to

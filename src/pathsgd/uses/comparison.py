@@ -33,6 +33,8 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Make = Callable[[nn.Module, PathGraph, Any], Optimizer]
 POINTS, WARM_UP = 20, 0.05
 """Points of a curve, and the part of a run in which the rate rises."""
+MORE_RATES = 3
+"""The most that are tried beyond those given."""
 UNTIMED = 3
 """Steps at the start of a run that are not timed: the first ones trace and allocate."""
 
@@ -128,8 +130,10 @@ class Comparison:
         return "\n".join(lines)
 
     def _ends(self, method: str) -> bool:
-        rates = {run.rate for run in self.runs if run.method == method and run.rate is not None}
-        return len(rates) > 1 and self.find(method).rate in (min(rates), max(rates))
+        return (
+            find_rate_beyond([run for run in self.runs if run.method == method and not run.rescaled])
+            is not None
+        )
 
     def __repr__(self) -> str:
         return f"<Comparison of {', '.join(self.methods)}: {self.title}>"
@@ -150,7 +154,7 @@ class Comparison:
         """
         try:
             from matplotlib.figure import Figure
-            from matplotlib.ticker import NullFormatter
+            from matplotlib.ticker import LogLocator, NullFormatter
         except ImportError as error:
             raise PathError("the figure needs matplotlib: pip install matplotlib") from error
         count = len(self.methods) if self.has_rescaled else 1
@@ -167,8 +171,9 @@ class Comparison:
         panels[0].set_yscale("log")
         for panel in panels:
             panel.spines[["top", "right"]].set_visible(False)
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_major_formatter("{x:g}")
-            panel.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
+            panel.yaxis.set_minor_formatter("{x:g}" if high < 3 * low else NullFormatter())
         for panel in panels[count:]:
             panel.set_visible(False)
         panels[0].set_ylim(low, high)
@@ -212,7 +217,7 @@ def compare(
 ) -> Comparison:
     """Trains copies of a model by several optimizers: the same start, the same batches, the same schedule.
 
-    By default AdamW at three rates, AdamW at the same rates on the balanced model, and
+    By default AdamW at three rates or more, AdamW on the balanced model likewise, and
     :class:`~pathsgd.BalancedMuon` at its default. All with 5% warm-up and a cosine to zero. The model is not
     changed.
 
@@ -223,9 +228,9 @@ def compare(
         loss: computes the loss from the model and a batch. By default ``model(**batch).loss`` of a batch that
             is a dict, and of a pair ``x, y`` the cross-entropy between ``model(x)`` and y where y holds
             integers, the mean squared error where it does not.
-        lr: the rates of AdamW.
+        lr: the rates of AdamW. Where the best is at an end, up to three more are tried beyond it.
         methods: others than these, by name: a function that makes the optimizer, called with a model, its
-            graph and a rate, and the rates that are tried; a rate of None is shown as the default.
+            graph and a rate, and the rates that are tried first; a rate of None is shown as the default.
         steps: of each run.
         rescaled: also train a copy whose units are rescaled at random, each method at its best rate.
         seed: of the order of the batches, dropout and the random rescaling.
@@ -277,13 +282,30 @@ def compare(
         return TrainingRun(name, rate, is_rescaled, curve, trainer.seconds)
 
     for name, (make, tried) in methods.items():
-        found = sorted((run(name, make, rate) for rate in tried), key=lambda run: run.loss)
+        found = [run(name, make, rate) for rate in tried]
+        for _ in range(MORE_RATES):
+            if (rate := find_rate_beyond(found)) is None:
+                break
+            bar.total += steps
+            found.append(run(name, make, rate))
+        found.sort(key=lambda run: run.loss)
         runs += found
         if rescaled:
             runs.append(run(name, make, found[0].rate, is_rescaled=True))
     bar.close()
     metric = "training loss" if valid is None else "validation loss"
     return Comparison(f"{type(model).__name__}, {steps} steps", metric, tuple(runs))
+
+
+def find_rate_beyond(runs: Sequence[TrainingRun]) -> float | None:
+    """The next rate if the best is the smallest or the largest of several."""
+    losses = {run.rate: run.loss for run in runs if run.rate is not None}
+    rates = sorted(losses)
+    best = min(rates, key=lambda rate: losses[rate], default=None)
+    if len(rates) < 2 or best not in (rates[0], rates[-1]):
+        return None
+    inner = rates[1] if best == rates[0] else rates[-2]
+    return float(f"{best * best / inner:.2g}")
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
