@@ -101,7 +101,15 @@ def print_rows(rows: list[Row]) -> None:
     for row in rows:
         losses = [f"{100 * row[f'int{bits}{when}']:.2g}" for bits in (8, 4) for when in ("", ", balanced")]
         table.append([row["network"], f"{row['ratio']:.2f}", f"{row['dead']} of {row['units']}", *losses])
-    header = ["network", "mu / least", "dead units", "int8: lost, %", "balanced", "int4: lost, %", "balanced"]
+    header = [
+        "network",
+        "mu / balanced",
+        "dead units",
+        "int8: lost, %",
+        "balanced",
+        "int4: lost, %",
+        "balanced",
+    ]
     print_table(header, table)
 
 

@@ -1,7 +1,8 @@
-"""balance brings the gains of norms to what they are initialised as."""
+"""balance leaves the mean gain of a norm at 1, as it is initialised."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,22 +36,61 @@ class Normed(nn.Module):
         return g(self.third(x))
 
 
-def test_gains_of_norms_become_what_they_are_initialised_as():
+@pytest.fixture(scope="module")
+def normed():
     torch.manual_seed(0)
-    model = Normed().double()
-    x = torch.randn(Normed.example, dtype=torch.float64)
-    graph = pathsgd.trace(model, x)
+    model, x = Normed().double(), torch.randn(Normed.example, dtype=torch.float64)
+    return model, x, pathsgd.trace(model, x)
+
+
+def test_mean_gains_are_1(normed):
+    model, x, graph = normed
     result = balanced(model, graph)
-    for name, value in result.named_parameters():
-        before, is_gain = model.get_parameter(name), value.dim() < 2 and "layers" not in name
-        if name == "second.bias":
-            assert value.tolist() == [1.0, 0, 0, 0, 0, 0]
-        elif is_gain:
-            assert torch.equal(value, before), name
-    for name in ("0.weight", "1.bias", "5.weight"):
-        assert torch.equal(result.layers.get_parameter(name), model.layers.get_parameter(name)), name
+    means = result.first.weight.mean(), 1 + result.shifted.mean(), result.third.weight.mean()
+    torch.testing.assert_close(torch.stack(means), torch.ones(3).double(), rtol=1e-13, atol=0)
+    live = torch.cat([result.second.bias[:1], result.second.weight[1:5]])  # not the last: it is dead
+    torch.testing.assert_close(live.mean().item(), 1.0, rtol=1e-13, atol=0)
+    for name in ("queries", "keys"):  # against each other
+        assert torch.equal(result.get_submodule(name).weight, torch.ones(6).double()), name
     assert computes_the_same(model, result, x)
-    for kind in KINDS:
-        copied = rescaled(model, graph, kind)
-        assert largest_difference(result, balanced(copied, graph)) <= 1e-11
-        assert kind != "powers of two" or are_equal(result, balanced(copied, graph))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rescaled_copies_become_one(normed, kind):
+    model, _, graph = normed
+    result, other = balanced(model, graph), balanced(rescaled(model, graph, kind), graph)
+    assert largest_difference(result, other) <= (0 if kind == "powers of two" else 1e-11)
+    assert are_equal(result, balanced(result, graph))
+
+
+def test_by_hand():
+    """Between units of one norm gains are those of least mu: each like the root of what is behind it."""
+    model = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    expected = model[1].weight.detach().norm(dim=0).sqrt()
+    pathsgd.balance(model, torch.zeros(2, 5, dtype=torch.float64))
+    torch.testing.assert_close(model[0].weight.detach(), expected / expected.mean(), rtol=1e-12, atol=0)
+
+
+def test_norms_with_units_in_common_are_one():
+    """As in a residual stream behind batch norms: gains of 1 stay, and those three times as large do not."""
+
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+            self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(F.relu(x + self.second(self.inner(F.relu(x)))))
+
+    model = Stream().double()
+    nn.init.ones_(model.inner.weight)
+    nn.init.ones_(model.last.weight)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    graph = pathsgd.trace(model, x)
+    for factor in (1.0, 3.0):
+        pathsgd.rescale(model, graph, {"first": factor})
+        pathsgd.balance(model, graph)
+        for gain in (model.first.weight, model.second.weight):
+            torch.testing.assert_close(gain.detach(), torch.ones(4).double(), rtol=1e-12, atol=0)

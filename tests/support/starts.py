@@ -8,12 +8,12 @@ import functools
 import itertools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pathsgd
 from pathsgd.balancing.rescale import apply_factors
-from pathsgd.graph.unit_classes import unit_classes_of
+from pathsgd.graph.unit_classes import FIXED, unit_classes_of
 from support import cases, networks, symmetries
 from support.networks import Biased
 
@@ -256,3 +256,42 @@ def are_equal(a, b):
 def computes_the_same(a, b, x):
     expected, result = (m(x)[0] if isinstance(m(x), tuple) else m(x) for m in (a, b))
     return bool((result - expected).abs().max() <= 1e-12 * expected.abs().max())
+
+
+NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.RMSNorm
+
+
+def measure_norms(model, graph):
+    """The largest gain or bias that leads into a class, by class; for each norm or all that share some."""
+    units = unit_classes_of(graph)
+    norms = []
+    for name, module in model.named_modules():
+        own = {}
+        for leaf, value in module.named_parameters(recurse=False) if isinstance(module, NORMS) else ():
+            heads = units.parameters[f"{name}.{leaf}"].head.tolist()
+            for k, x in zip(heads, value.abs().tolist(), strict=True):
+                own[k] = max(x, own.get(k, 0))
+        own.pop(FIXED, None)
+        for other in [other for other in norms if own.keys() & other.keys()]:
+            norms.remove(other)
+            own = {k: max(own.get(k, 0), other.get(k, 0)) for k in own.keys() | other.keys()}
+        if own:
+            norms.append(own)
+    return norms
+
+
+def measure_flow(model, graph):
+    """Sums of squares over the weights that grow with the factor of every free class, and that shrink."""
+    units = unit_classes_of(graph)
+    terms = units.relations.terms
+    arriving, leaving = torch.zeros(2, units.count, dtype=torch.float64)
+    for n, edge in units.parameters.items():
+        square = graph.tensors(model)[n].detach().square()
+        arriving.index_add_(0, edge.head.expand(square.shape).flatten(), square.flatten())
+        leaving.index_add_(0, edge.tail.expand(square.shape).flatten(), square.flatten())
+    grows, shrinks = torch.zeros(2, units.count, dtype=torch.float64)
+    for of, by, power in zip(*map(Tensor.tolist, (terms.of, terms.by, terms.power)), strict=True):
+        up, down = (arriving, leaving) if power > 0 else (leaving, arriving)
+        grows[by] += abs(power) * up[of]
+        shrinks[by] += abs(power) * down[of]
+    return grows[units.free], shrinks[units.free]

@@ -8,7 +8,7 @@ paper (:mod:`pathsgd.balancing.lemma1`), whose minimum is not unique.
 
 The gains of norms are an exception, since they are initialised as 1 beside matrices of any size: least mu
 would shrink a Llama's to 0.4 and make the matrices behind them 2.5 times as large, which AdamW at its usual
-rate would move 2.5 times less. They become 1, and what is behind them takes their size.
+rate would move 2.5 times less. So one factor for all units behind a norm brings the mean gain to 1.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def balance(
     Call it once before training, and no optimizer feels how the start was scaled: rescaled copies of a
     network are the same network afterwards, those rescaled by powers of two to the last bit. With p = q = 2
     that is the equivalent of least sum of squares, in which what leads into a unit has the same norm as what
-    leads out of it, as about in usual initialisations. Of a unit behind a norm the largest gain or bias
-    becomes 1, as it is in these.
+    leads out of it, as about in usual initialisations. But the mean gain of every norm is 1, as in these.
 
     ``mu`` counts every stored parameter once, and no running statistics: of a batch norm its weight and its
     bias. (:func:`pathsgd.group_norm` has them as they act, weight / sigma.) A gain that is stored without its
@@ -101,8 +100,8 @@ def balance(
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    held, gains = find_held(units, fixed), find_gains(graph)
-    factors = find_balancing_factors(acting, units, p, q, rows, held, gains)
+    held, norms = find_held(units, fixed), find_norms(graph)
+    factors = find_balancing_factors(acting, units, p, q, rows, held, norms)
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
@@ -164,7 +163,7 @@ def find_balancing_factors(
     q: float = 2,
     rows: Mapping[str, Tensor] | None = None,
     held: Tensor | None = None,
-    gains: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> ClassFactors:
     """The factors that lead to least mu_{p,q}: powers of two where a parameter has 16 bits, and where the
     network is balanced up to these already.
@@ -176,11 +175,11 @@ def find_balancing_factors(
         q: as in :func:`balance`.
         rows: of :func:`find_rows`, if p and q differ.
         held: by class, whether it is to stay as it is.
-        gains: of :func:`find_gains`, if the gains of norms are to be 1.
+        norms: of :func:`find_norms`, if the mean gain of each is to be 1.
     """
     edges = {name: edge for name, edge in units.parameters.items() if name in tensors}
     held = find_held(units, ()) if held is None else held
-    factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows, gains)
+    factors = find_least_mu(tensors, edges, units.relations, held, float(p), float(q), rows, norms)
     exact = find_exact(tensors, edges, units.relations)
     mantissa = torch.where(exact, 1.0, factors.mantissa)
     if float(mantissa.log().abs().max()) <= _rounding(tensors[name] for name in edges):
@@ -194,23 +193,25 @@ def _rounding(tensors: Iterable[Tensor]) -> float:
     return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats if dtype.itemsize > 2), 0.0)
 
 
-def find_gains(graph: PathGraph) -> Tensor:
-    """Whether gains lead into a class from what cannot be rescaled, as a norm's do, and nothing else but
-    biases; by class."""
+def find_norms(graph: PathGraph) -> Tensor:
+    """The number of the norm, from 1, whose gains lead into a class, by class; 0 where anything but these and
+    biases does. Gains are what multiplies values that cannot be rescaled; norms that share units are one."""
     units = unit_classes_of(graph)
     uses: dict[str, set[type]] = {}
     for k, weight in graph.weights():
         if weight.parameter is not None:
             uses.setdefault(weight.parameter.name, set()).add(type(graph.nodes[k].operation))
-    gains, others = torch.zeros(units.count, dtype=torch.bool), units.relations.related.clone()
+    norms, others = torch.zeros(units.count, dtype=torch.int64), units.relations.related.clone()
     others[FIXED] = True
-    for name, edge in units.parameters.items():
+    for number, (name, edge) in enumerate(units.parameters.items(), 1):
         heads = edge.head.flatten()
         if not uses[name] <= {Multiply, Source} or bool((edge.tail != FIXED).any()):
             others[heads] = True
         elif Multiply in uses[name]:
-            gains[heads] = True
-    return gains & ~others
+            joined = norms[heads].unique()
+            norms[torch.isin(norms, joined[joined > 0])] = number
+            norms[heads] = number
+    return torch.where(others, 0, norms)
 
 
 def find_rows(graph: PathGraph) -> dict[str, Tensor]:

@@ -246,6 +246,28 @@ def find_largest(layout: EdgeLayout) -> Edges:
     return replace(largest_of, matrices=matrices, values=exponent(largest_of.values))
 
 
+def find_largest_into(layouts: list[EdgeLayout], wanted: Tensor, exponents: Tensor) -> Tensor:
+    """log of the largest weight into each class that is wanted, rescaled; -inf of others."""
+    own = [layout for layout in layouts if bool(wanted[layout.head].any())]
+    edges = join_edges([layout.reduce(lambda x, rows: x.abs_(), largest=True) for layout in own])
+    mantissa, exponent = torch.frexp(edges.values.double())
+    logs = mantissa.log() + (exponent + exponents[edges.heads]) * math.log(2)
+    nothing = torch.full((len(wanted),), -math.inf, dtype=torch.float64)
+    return torch.where(wanted, nothing.scatter_reduce(0, edges.heads, logs, "amax"), nothing)
+
+
+def find_highest(sizes: Edges, exponents: Tensor) -> int:
+    """The largest binary exponent of a parameter's rescaled entries."""
+    highest = [ZERO]
+    for matrix in sizes.matrices:
+        at_head, at_tail = exponents[matrix.heads], -exponents[matrix.tails]
+        highest.append(int((matrix.find_largest(at_tail) + at_head).max()))
+    if len(sizes.values):
+        listed = sizes.values + exponents[sizes.heads] - exponents[sizes.tails]
+        highest.append(int(listed.max()))
+    return max(highest) if max(highest) > ZERO // 2 else 0
+
+
 def sum_powers(layout: EdgeLayout, p: float, exponents: Tensor, shift: int) -> Edges:
     """The sum of ``|w 2^(e_head - e_tail - shift)|^p`` of every edge, given e of every class."""
     head, tail = (exponents[cut_ids(ids, layout.shards)] for ids in (layout.head, layout.tail))

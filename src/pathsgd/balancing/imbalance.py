@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pathsgd.balancing.balance import check_orders, find_balancing_factors, find_gains, find_rows, measure_mu
+from pathsgd.balancing.balance import check_orders, find_balancing_factors, find_norms, find_rows, measure_mu
 from pathsgd.balancing.class_edges import add_shifts
 from pathsgd.balancing.group_norm import measure_unit_norms
 from pathsgd.balancing.lemma1 import solve_balance
@@ -148,7 +148,7 @@ def compare_with_balanced(
     tensors."""
     units, rows = unit_classes_of(graph), None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    factors = find_balancing_factors(acting, units, p, q, rows, gains=find_gains(graph))
+    factors = find_balancing_factors(acting, units, p, q, rows, norms=find_norms(graph))
     balanced = {name: tensor.detach().clone() for name, tensor in acting.items()}
     for name, tensor in balanced.items():
         factors.scale_(tensor, units.parameters[name])

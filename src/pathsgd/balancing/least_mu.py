@@ -13,8 +13,8 @@ follow from it, with ``S = R_r^(q/p - 1) |w|^p exp(p (...))``.
 Classes that lie on no such walk (before a layer of zeros, behind a dead unit) have no minimum. Their side
 that is not zero is brought to the norm of their layer, or to 1, so that all equivalents still become one.
 
-Classes may also be given whose largest incoming weight is to be 1 (gains of norms). Their factors are known
-before the others'.
+Gains of norms: from the minimum all units behind a norm are moved by one factor, such that the mean of their
+largest incoming weights is 1. The others are balanced again around these.
 
 In order, so that networks that differ by powers of two end at the same bits:
 1. integer exponents for all classes, such that the largest weight into each is about 1. These depend on
@@ -32,12 +32,13 @@ import torch
 from torch import Tensor
 
 from pathsgd.balancing.class_edges import (
-    ZERO,
     ClassFactors,
     EdgeLayout,
     Edges,
     cut_rows,
+    find_highest,
     find_largest,
+    find_largest_into,
     join_edges,
     sum_powers,
 )
@@ -69,7 +70,7 @@ def find_least_mu(
     p: float,
     q: float,
     rows: Mapping[str, Tensor] | None = None,
-    gains: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> ClassFactors:
     """The factors of all classes that lead to the equivalent of least mu_{p,q}.
 
@@ -81,7 +82,7 @@ def find_least_mu(
         p: the order of the norm over the weights into a unit.
         q: the order of the norm over units.
         rows: if p and q differ, by parameter the units that its entries lead into.
-        gains: by class, whether its factor is to bring the largest weight into it to 1.
+        norms: by class, the number of the norm whose gains lead into it, from 1; 0 of others.
     """
     units = rows if rows is not None and p != q else {}
     fixed = relations.hold(fixed)
@@ -98,19 +99,19 @@ def find_least_mu(
     def start_from(factors: ClassFactors) -> _Solver:
         found = []
         for layout, sizes in zip(layouts, largest, strict=True):
-            shift = _highest(sizes, factors.exponent)
+            shift = find_highest(sizes, factors.exponent)
             powers = sum_powers(layout, p, factors.exponent, shift)
             found.append(_take_logarithms(powers, p * shift * LOG_2))
-        wanted = torch.zeros_like(live) if gains is None else gains & live
-        largest_into = _find_largest_into(layouts, wanted, factors.exponent)
-        normed = largest_into > -math.inf
-        start = torch.where(normed, -largest_into, factors.mantissa.log())
-        return _Solver(join_edges(found), relations, fixed, live, normed, layers, p, q, start)
+        solver = _Solver(join_edges(found), relations, fixed, live, layers, p, q, factors.mantissa.log())
+        if norms is not None:
+            solver.norms = torch.where(solver.live, norms, 0)
+            solver.gains = find_largest_into(layouts, solver.norms > 0, factors.exponent)
+        return solver
 
     exponents = find_exponents(join_edges(largest), relations, fixed)
     solver = start_from(ClassFactors(torch.ones(len(fixed), dtype=torch.float64), exponents))
     if p != 2 and bool(solver.lost.any()):  # squares have the range of fp64, other powers do not
-        least_squares = find_least_mu(tensors, edges, relations, fixed, 2, 2, gains=gains)
+        least_squares = find_least_mu(tensors, edges, relations, fixed, 2, 2, norms=norms)
         solver, exponents = start_from(least_squares), least_squares.exponent
     t = solver.run()
     # Halves are always rounded down, so that a second call changes nothing.
@@ -118,32 +119,10 @@ def find_least_mu(
     return ClassFactors((t - whole * LOG_2).exp(), exponents + whole.long())
 
 
-def _highest(sizes: Edges, exponents: Tensor) -> int:
-    """The largest binary exponent of a parameter's rescaled entries."""
-    highest = [ZERO]
-    for matrix in sizes.matrices:
-        at_head, at_tail = exponents[matrix.heads], -exponents[matrix.tails]
-        highest.append(int((matrix.find_largest(at_tail) + at_head).max()))
-    if len(sizes.values):
-        listed = sizes.values + exponents[sizes.heads] - exponents[sizes.tails]
-        highest.append(int(listed.max()))
-    return max(highest) if max(highest) > ZERO // 2 else 0
-
-
 def _take_logarithms(powers: Edges, scale: float) -> Edges:
     """Values of the list in logarithms; those of matrices as they are, in units of exp(scale)."""
     matrices = [replace(matrix, log_scale=scale) for matrix in powers.matrices]
     return replace(powers, matrices=matrices, values=powers.values.double().log() + scale)
-
-
-def _find_largest_into(layouts: list[EdgeLayout], wanted: Tensor, exponents: Tensor) -> Tensor:
-    """log of the largest weight into each class that is wanted, rescaled; -inf of others."""
-    own = [layout for layout in layouts if bool(wanted[layout.head].any())]
-    edges = join_edges([layout.reduce(lambda x, rows: x.abs_(), largest=True) for layout in own])
-    mantissa, exponent = torch.frexp(edges.values.double())
-    logs = mantissa.log() + (exponent + exponents[edges.heads]) * LOG_2
-    nothing = torch.full((len(wanted),), -math.inf, dtype=torch.float64)
-    return torch.where(wanted, nothing.scatter_reduce(0, edges.heads, logs, "amax"), nothing)
 
 
 def _find_layers(layouts: list[EdgeLayout], relations: Relations) -> Tensor:
@@ -221,7 +200,6 @@ class _Solver:
         relations: Relations,
         fixed: Tensor,
         live: Tensor,
-        normed: Tensor,
         layers: Tensor,
         p: float,
         q: float,
@@ -231,8 +209,8 @@ class _Solver:
         self.layers, self.p, self.q, self.start = layers, p, q, start
         self.count, self.order = len(fixed), max(p, q)
         self.layer_count = int(layers.max()) + 1
-        live, fixed, self.normed = live & ~normed, fixed | normed, normed
-        self.moving = torch.where(torch.isin(layers, layers[normed]), FIXED, layers)
+        self.moving = layers
+        self.norms = self.gains = torch.zeros_like(layers)
         # The edges of the list, then one for every row of a matrix; and one for every column.
         self.heads = torch.cat([edges.heads, *(m.heads for m in edges.matrices)])
         self.tails = torch.cat([edges.tails, *(m.tails for m in edges.matrices)])
@@ -294,9 +272,23 @@ class _Solver:
     def run(self) -> Tensor:
         t = self.start
         if bool(self.live.any()):
-            t = self._minimize(t)
-            t = self._keep_from_fading(t)
+            t = self._keep_from_fading(self._minimize(t))
+        if bool(self.norms.any()):
+            t = self._settle_norms(t)
+            t = self._keep_from_fading(self._minimize(t))
         return self._settle_others(t)
+
+    def _settle_norms(self, t: Tensor) -> Tensor:
+        """Brings the mean gain of every norm to 1. From here on the factors of its units are known, and those
+        of their layers are not moved together."""
+        normed = self.norms > 0
+        gains = torch.where(normed, self.gains + t, -math.inf)
+        count = torch.bincount(self.norms)
+        mean = _log_sum(gains, self.norms, len(count)) - count.double().log()
+        self.live, self.known = self.live & ~normed, self.known | normed
+        self.moving = torch.where(torch.isin(self.layers, self.layers[normed]), FIXED, self.layers)
+        self._join_layers()
+        return torch.where(normed, t - mean[self.norms], t)
 
     def _minimize(self, t: Tensor) -> Tensor:
         active = self.live | self.known
@@ -404,7 +396,7 @@ class _Solver:
 
     def _mean_norm(self, norm: Tensor) -> Tensor:
         """log of the mean norm of the live classes of every class's layer; 0 if it has none."""
-        counts = self.live | self.normed
+        counts = self.live | (self.norms > 0)
         total = _log_sum(torch.where(counts, norm, -math.inf), self.layers, self.layer_count)
         number = torch.zeros_like(total).index_add(0, self.layers, counts.double())
         return torch.where(number > 0, total - number.log(), 0)[self.layers]
