@@ -45,7 +45,7 @@ def lamp(model: nn.Module, x: Tensor) -> Scores:
 
 def balanced(find_scores: Callable[[nn.Module, Tensor], Scores]) -> Callable[[nn.Module, Tensor], Scores]:
     def find(model: nn.Module, x: Tensor) -> Scores:
-        pathsgd.balance(model, x)
+        pathsgd.balance(model, x, unit_gains=False)
         return find_scores(model, x)
 
     return find

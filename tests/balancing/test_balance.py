@@ -195,6 +195,9 @@ def test_what_arrives_is_what_leaves(name):
     others = ~torch.isin(unit_classes_of(graph).free, torch.tensor([k for norm in norms for k in norm]))
     arriving, leaving = measure_flow(result, graph)
     torch.testing.assert_close(arriving[others], leaving[others], rtol=1e-11, atol=0)
+    mu = pathsgd.balance(result, graph, unit_gains=False)
+    torch.testing.assert_close(*measure_flow(result, graph), rtol=1e-11, atol=0)
+    assert (mu < pathsgd.balance(result, graph)) == bool(norms)
 
 
 @pytest.mark.parametrize(("orders", "expected"), [((2, 2), 30**0.5), ((1, 1), 10), ((1, 2), 58**0.5)])

@@ -42,6 +42,7 @@ def balance(
     p: float = 2,
     q: float = 2,
     *,
+    unit_gains: bool = True,
     fixed: Collection[str] = (),
 ) -> float:
     """Rescales ``model`` in place to its equivalent of least ``mu_{p,q}``. The function does not change.
@@ -67,6 +68,8 @@ def balance(
         example_input: as in :func:`pathsgd.trace`, or a PathGraph traced from the model.
         p: the order of the norm over the weights into a unit, from 1 to ``math.inf``.
         q: the order of the norm over units, from 1 to ``math.inf``; p is finite if q is.
+        unit_gains: brings the mean gain of every norm to 1, for finite q. Without, gains are weights like
+            others, and mu is the least of all: to prune by magnitude over several layers.
         fixed: names of parameters that stay as they are, for finite q, and with them the units that they lead
             into or out of. Of adapters that are saved without their base, those of the base.
 
@@ -100,8 +103,8 @@ def balance(
         return group_norm(model, graph, p).item()
     rows = None if p == q else find_rows(graph)
     acting = add_shifts({name: tensors[name] for name in units.parameters}, units.shifts)
-    held, norms = find_held(units, fixed), find_norms(graph)
-    factors = find_balancing_factors(acting, units, p, q, rows, held, norms)
+    norms = find_norms(graph) if unit_gains else None
+    factors = find_balancing_factors(acting, units, p, q, rows, find_held(units, fixed), norms)
     for name, edge in units.parameters.items():
         factors.scale_(acting[name], edge)
     for name, shift in units.shifts.items():
