@@ -1,5 +1,5 @@
 """Draws docs/figures/two-starts.png: GPT-2 in small and its rescaled copy, trained by SGD, AdamW and Muon, by
-the last two after ``balance``, and by BalancedMuon. Every rate is the best of three or more from the usual start.
+the last two after ``balance``, and by BalancedMuon. Rates are the best from the usual start.
 
 Run it from the root of the repository: PYTHONPATH=. python docs/figures/draw_two_starts.py
 """
