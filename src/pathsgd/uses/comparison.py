@@ -173,7 +173,7 @@ class Comparison:
             panel.spines[["top", "right"]].set_visible(False)
             panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_major_formatter("{x:g}")
-            panel.yaxis.set_minor_formatter("{x:g}" if high < 3 * low else NullFormatter())
+            panel.yaxis.set_minor_formatter("{x:g}" if high < 5 * low else NullFormatter())
         for panel in panels[count:]:
             panel.set_visible(False)
         panels[0].set_ylim(low, high)
