@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 import webbrowser
 from pathlib import Path
@@ -48,7 +49,7 @@ def show_demo(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figure = out / "two-starts.png"
     comparison.draw().savefig(figure, dpi=130)
-    print(f"figure: {figure}\n\n{NEXT}")
+    print(f"figure: {figure}\n\n{describe_next()}")
     if sys.stdout.isatty() and _has_screen():
         webbrowser.open(figure.resolve().as_uri())
 
@@ -102,10 +103,15 @@ def describe_training(comparison: Comparison) -> str:
     )
 
 
-NEXT = """\
-next:  pathsgd compare my_model.py:make   AdamW and BalancedMuon on a model of yours
-       pathsgd inspect my_model.py:Net    how unbalanced it is
-       python -m study reproduce          the paper's study, small: two to four minutes"""
+def describe_next() -> str:
+    program = "pathsgd"
+    if shutil.which(program) is None:  # as in the environment that `make demo` makes
+        program = os.path.relpath(Path(sys.executable).parent / program)
+    return (
+        f"next:  {program} compare my_model.py:make   AdamW and BalancedMuon on a model of yours\n"
+        f"       {program} inspect my_model.py:Net    how unbalanced it is\n"
+        "       make study   the paper's study, small: two to four minutes"
+    )
 
 
 def _has_screen() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pathsgd
+from benchmarks.league.baselines import Muon
 from benchmarks.league.tasks import Batch, Images
 from benchmarks.uses.networks import NETWORKS, fold
 from benchmarks.uses.rows import FIGURES, Row, average, measure_by_network, print_table
@@ -22,7 +23,7 @@ from benchmarks.uses.rows import FIGURES, Row, average, measure_by_network, prin
 SEEDS = {"vgg": 3, "resnet-18": 2}
 STARTS = ("batch norms kept", "folded", "folded, then `balance`")
 USUAL, LADDER = 1e-3, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-"""Rates of AdamW. BalancedMuon has the one rate that its documentation gives for fine-tuning."""
+"""Rates of AdamW and Muon. BalancedMuon has the one rate that its documentation gives for fine-tuning."""
 FINE_TUNING_RATE = 0.009
 STEPS, BATCH = 120, 64
 MUON_AT = 6e-2  # in the figure, beside the rates
@@ -52,10 +53,14 @@ def make_start(network: str, start: str, x: Tensor) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-def make_optimizer(model: nn.Module, rate: float | None, x: Tensor) -> torch.optim.Optimizer:
-    """AdamW at this rate, or BalancedMuon at its own."""
+def make_optimizer(
+    model: nn.Module, rate: float | None, x: Tensor, method: str = "AdamW"
+) -> torch.optim.Optimizer:
+    """AdamW or Muon at this rate, or BalancedMuon at its own."""
     if rate is None:
         return pathsgd.BalancedMuon(model, x, lr=FINE_TUNING_RATE)
+    if method == "Muon":
+        return Muon(model, rate, rest_lr=rate)
     return torch.optim.AdamW(model.parameters(), rate)
 
 
@@ -97,23 +102,26 @@ def measure_scale(network: str, x: Tensor) -> Row:
     }  # fmt: skip
 
 
-def measure_run(network: str, start: str, rate: float | None, seed: int, task: Images) -> Row:
+def measure_run(
+    network: str, start: str, rate: float | None, seed: int, task: Images, method: str = "AdamW"
+) -> Row:
     model = make_start(network, start, task.example)
-    for _ in fine_tune(model, make_optimizer(model, rate, task.example), task, seed):
+    for _ in fine_tune(model, make_optimizer(model, rate, task.example, method), task, seed):
         pass
     row = {"network": network, "start": start, "rate": rate, "seed": seed, **evaluate(model, task)}
+    row |= {"method": method} if method != "AdamW" else {}
     print(row, flush=True)
     return row
 
 
-def search(network: str, start: str, task: Images) -> Iterator[Row]:
+def search(network: str, start: str, task: Images, method: str = "AdamW") -> Iterator[Row]:
     """Runs of the first seed at the usual rate, its neighbours, and on until those of the best are worse."""
     found: dict[int, float] = {}
     middle = LADDER.index(USUAL)
     pending = [middle - 1, middle, middle + 1]
     while pending:
         for k in pending:
-            row = measure_run(network, start, LADDER[k], 0, task)
+            row = measure_run(network, start, LADDER[k], 0, task, method)
             found[k] = row["valid"]
             yield row
         best = min(found, key=found.__getitem__)
@@ -134,22 +142,35 @@ def measure(network: str, task: Images) -> Iterator[Row]:
                     yield measure_run(network, start, rate, seed, task)
             if start != STARTS[2]:  # BalancedMuon balances by itself
                 yield measure_run(network, start, None, seed, task)
+    yield from measure_muon(network, task)
 
 
-def runs_of(rows: Sequence[Row], network: str, start: str, rate: float | None) -> list[Row]:
-    wanted = {"network": network, "start": start, "rate": rate}
-    return [row for row in rows if "seed" in row and all(row[key] == wanted[key] for key in wanted)]
+def measure_muon(network: str, task: Images) -> Iterator[Row]:
+    """Muon from the folded network, where BalancedMuon is ahead of AdamW."""
+    searched = list(search(network, STARTS[1], task, "Muon"))
+    yield from searched
+    for seed in range(1, SEEDS[network]):
+        rate = best_rate(searched, network, STARTS[1], "Muon")
+        yield measure_run(network, STARTS[1], rate, seed, task, "Muon")
 
 
-def searched_rates(rows: Sequence[Row], network: str, start: str) -> dict[float, Row]:
-    """Runs of AdamW of the first seed by their rates."""
-    found = {rate: runs_of(rows, network, start, rate) for rate in LADDER}
+def runs_of(
+    rows: Sequence[Row], network: str, start: str, rate: float | None, method: str = "AdamW"
+) -> list[Row]:
+    wanted = {"network": network, "start": start, "rate": rate, "method": method}
+    known = [{"method": "AdamW", **row} for row in rows if "seed" in row]
+    return [row for row in known if all(row[key] == wanted[key] for key in wanted)]
+
+
+def searched_rates(rows: Sequence[Row], network: str, start: str, method: str = "AdamW") -> dict[float, Row]:
+    """Runs of the first seed by their rates."""
+    found = {rate: runs_of(rows, network, start, rate, method) for rate in LADDER}
     return {rate: some[0] for rate, some in found.items() if some}
 
 
-def best_rate(rows: Sequence[Row], network: str, start: str) -> float:
-    """Of AdamW, by the validation error of the first seed."""
-    found = searched_rates(rows, network, start)
+def best_rate(rows: Sequence[Row], network: str, start: str, method: str = "AdamW") -> float:
+    """By the validation error of the first seed."""
+    found = searched_rates(rows, network, start, method)
     return min(found, key=lambda rate: found[rate]["valid"])
 
 
@@ -161,13 +182,17 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def tabulate(rows: Sequence[Row]) -> None:
-    header = ["network", "start", f"AdamW, {USUAL:g}", "AdamW, best rate", "BalancedMuon"]
+    header = ["network", "start", f"AdamW, {USUAL:g}", "AdamW, best rate", "Muon, best rate", "BalancedMuon"]
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         for start in STARTS:
             best = best_rate(rows, network, start)
-            usual, tuned, muon = (describe(runs_of(rows, network, start, r)) for r in (USUAL, best, None))
-            lines.append([NETWORKS[network].label, start, usual, f"{tuned} at {best:g}", muon])
+            usual, tuned, ours = (describe(runs_of(rows, network, start, r)) for r in (USUAL, best, None))
+            muon = ""
+            if searched_rates(rows, network, start, "Muon"):
+                rate = best_rate(rows, network, start, "Muon")
+                muon = f"{describe(runs_of(rows, network, start, rate, 'Muon'))} at {rate:g}"
+            lines.append([NETWORKS[network].label, start, usual, f"{tuned} at {best:g}", muon, ours])
     print_table(header, lines)
     for row in rows:
         if "seed" not in row:
@@ -175,7 +200,7 @@ def tabulate(rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row]) -> None:
-    """Test error of the first seed over AdamW's rate, a panel a network; BalancedMuon's at the side."""
+    """Test error of the first seed over the rate, a panel a network; BalancedMuon's at the side."""
     from matplotlib.figure import Figure
 
     networks = list(dict.fromkeys(row["network"] for row in rows))
@@ -188,11 +213,15 @@ def draw(rows: Sequence[Row]) -> None:
             axes.plot(list(found), errors, style, color=colour, label=start.replace("`", ""))
             for row in runs_of(rows, network, start, None)[:1]:
                 axes.plot(MUON_AT, row["error"], style[0], color=colour)
+        found = searched_rates(rows, network, STARTS[1], "Muon")
+        axes.plot(
+            list(found), [row["error"] for row in found.values()], "D:", color="C0", label="folded, Muon"
+        )
         axes.set_xscale("log")
         axes.set_xticks([*LADDER, MUON_AT], [*(f"{rate:g}" for rate in LADDER), "Balanced-\nMuon"])
         axes.minorticks_off()
         axes.set_title(NETWORKS[network].label)
-        axes.set_xlabel("AdamW's rate", loc="left")
+        axes.set_xlabel("rate", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("test error after fine-tuning, %")
     figure.axes[0].legend(frameon=False)

@@ -86,7 +86,6 @@ def test_a_rescaling_that_forgets_the_bias_is_noticed():
         (Recurrent, 1),
         (Recurrent, 2),
         (UNet, 2),
-        (SmallResNet, 2),
     ],
 )
 def test_balance_reaches_the_minimum_an_optimiser_finds(network, p):

@@ -115,7 +115,7 @@ class UnitByUnit(nn.Module):
         return Dag(weights, inputs, outputs, constants=["one"], linear=linear, fixed=list(weights)[-2:])
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data(), p=st.sampled_from(EXPONENTS), seed=st.integers(0, 2**31 - 1))
 def test_random_dags(data, p, seed):
     torch.manual_seed(seed)

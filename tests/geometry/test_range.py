@@ -14,7 +14,7 @@ import pathsgd
 from pathsgd.geometry.gamma import measure_gammas
 from support.networks import SmallResNet, build, dense_gammas
 
-DEPTH = 500
+DEPTH = 300
 
 
 def chain(depth, width, bias=False):
@@ -43,7 +43,7 @@ def log_phi_reference(model, orders):
 
 @torch.no_grad()
 def test_hundreds_of_layers_before_and_after_rescaling():
-    width, orders = 32, (1, 2)
+    width, orders = 24, (1, 2)
     model = chain(DEPTH, width)
     graph = pathsgd.trace(model)
     expected = log_phi_reference(model, orders)
@@ -66,7 +66,7 @@ def test_hundreds_of_layers_before_and_after_rescaling():
 @torch.no_grad()
 def test_depth_with_biases():
     orders = (1, 1.5, 2, 8)
-    model = chain(200, 16, bias=True)
+    model = chain(120, 16, bias=True)
     graph = pathsgd.trace(model)
     expected = log_phi_reference(model, orders)
     for p in orders:

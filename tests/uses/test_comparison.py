@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pathsgd
 import pathsgd_entry_point
-from pathsgd.uses.comparison import default_loss
+from pathsgd.uses.short_training import default_loss
 
 STEPS = 12
 
@@ -130,6 +130,12 @@ def test_usual_batches_have_a_default_loss():
         ([torch.zeros(2, 6)], None, "a batch is a Tensor, not a dict or a pair x, y: give a loss"),
         ([{"input": torch.zeros(2, 6).double()}], None, "returned no loss of a batch with input: are labels"),
         ([torch.zeros(2, 6)], lambda model, batch: model[0].weight.sum(), "does not call the model"),
+        (
+            [(torch.zeros(2, 5), torch.zeros(2))],
+            None,
+            r"a tuple with tensors of \[\(2, 5\), ",
+        ),
+        ([{"x": torch.zeros(2, 6)}], None, "a dict of x with tensors .* raised TypeError: .*; give a loss"),
     ],
 )
 def test_what_cannot_be_trained_on_is_an_error(model, batches, loss, part):
@@ -185,10 +191,13 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     arguments = ["compare", "user_compared.py:make", "--steps", "3", "--lr", "0.01", "--figure", "curves.png"]
     assert pathsgd_entry_point.main(arguments) == 0
     printed, errors = capsys.readouterr()
-    assert errors == ""
-    assert [line.split("  ")[0] for line in printed.splitlines()[2:-1]] == [
+    assert [line.split(": ")[0] for line in errors.splitlines()] == [
+        "AdamW, 0.01", "balance + AdamW, 0.01", "BalancedMuon"
+    ]  # fmt: skip
+    assert [line.split("  ")[0] for line in printed.splitlines()[2:-3]] == [
         "AdamW", "balance + AdamW", "BalancedMuon"
     ]  # fmt: skip
+    assert "times that of the balanced network" in printed
     assert printed.splitlines()[0] == "Sequential, 3 steps, validation loss"
     assert (tmp_path / "curves.png").is_file()
 

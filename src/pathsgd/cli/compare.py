@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from pathsgd import PathError, compare
-from pathsgd.cli.inspect import check_format, save_figure
+from pathsgd.cli.inspect import check_figure, save_figure
 from pathsgd.cli.user_model import describe, import_target
 
 ABOUT = """\
@@ -30,7 +29,8 @@ of the model and a batch. A model on a GPU is trained there. For example:
     def make():
         return Net(), DataLoader(train, 64, shuffle=True), DataLoader(valid, 500)
 
-It prints the loss at the end and the time of a step, the best rate first. --figure draws the curves.
+Each run is validated twenty times. It prints the loss at the end and the time of a step, the best rate first;
+--figure draws the curves, and needs matplotlib.
 
 examples:
   pathsgd compare my_model.py:make
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str]) -> None:
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: at least 1")
     if options.figure is not None:
-        check_format(options.figure)
+        check_figure(options.figure)
     torch.manual_seed(options.seed)
     comparison = compare(
         *_make(options.target), steps=options.steps, lr=options.lr, rescaled=options.rescaled,
-        seed=options.seed, progress=sys.stderr.isatty(),
+        seed=options.seed, progress=True,
     )  # fmt: skip
     print(comparison)
     if options.figure is not None:

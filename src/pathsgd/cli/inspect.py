@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ pathsgd.balance makes; 0 is balanced, - is a layer without units that can be res
 def main(arguments: Sequence[str]) -> None:
     options = make_parser(ABOUT).parse_args(arguments)
     if options.figure is not None:
-        check_format(options.figure)
+        check_figure(options.figure)
     with contextlib.redirect_stdout(sys.stderr):  # for what the user's code prints
         model, example = load_model(options)
         graph = trace_model(options, model, example)
@@ -58,8 +59,10 @@ def main(arguments: Sequence[str]) -> None:
         print("", inspection, save_figure(inspection, options.figure), sep="\n")
 
 
-def check_format(file: Path) -> None:
+def check_figure(file: Path) -> None:
     """Raises at once what would be raised when a figure is saved."""
+    if find_spec("matplotlib") is None:
+        raise PathError("--figure needs matplotlib: pip install matplotlib")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PathError(f"--figure {file}: the file has to end in .png, .svg or .pdf")
 

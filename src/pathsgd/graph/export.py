@@ -100,6 +100,8 @@ def _check_example(inputs: Any, batch_dim: int | None) -> None:
     if not tensors:
         kind = type(leaves[0]).__name__ if leaves else "nothing"
         hint = "pass torch.empty(*shape)" if kind == "int" else "make it a tensor, as torch.from_numpy does"
+        if leaves and hasattr(leaves[0], "__iter__") and not hasattr(leaves[0], "__array__"):
+            hint = "of a DataLoader pass the inputs of one batch, as x of x, y = next(iter(loader))"
         raise TraceError(f"example_input must hold a tensor, got {kind}: {hint}")
     if batch_dim is not None and (batch_dim < 0 or all(x.dim() <= batch_dim for x in tensors)):
         shapes = [tuple(x.shape) for x in tensors]

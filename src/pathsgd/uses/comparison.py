@@ -5,38 +5,31 @@ from __future__ import annotations
 import copy
 import io
 import math
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim import Optimizer
 
-from pathsgd._torch import tree_map
 from pathsgd.balancing.balance import balance
+from pathsgd.balancing.imbalance import imbalance
 from pathsgd.balancing.rescale import unbalance
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import PathGraph
-from pathsgd.graph.trace import Inputs, trace
+from pathsgd.graph.trace import trace
+from pathsgd.graph.unit_classes import unit_classes_of
 from pathsgd.muon.balanced_muon import BalancedMuon
+from pathsgd.uses.short_training import Loss, Progress, Trainer, cycle, default_loss, record_inputs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Loss = Callable[[nn.Module, Any], Tensor]
 Make = Callable[[nn.Module, PathGraph, Any], Optimizer]
-POINTS, WARM_UP = 20, 0.05
-"""Points of a curve, and the part of a run in which the rate rises."""
 MORE_RATES = 3
 """The most that are tried beyond those given."""
-UNTIMED = 3
-"""Steps at the start of a run that are not timed: the first ones trace and allocate."""
 
 
 def _make_balanced_adamw(model: nn.Module, graph: PathGraph, rate: float) -> Optimizer:
@@ -76,6 +69,7 @@ class Comparison:
         title: the model's class and the number of steps.
         metric: ``"validation loss"``, or ``"training loss"`` where no validation data was given.
         runs: one for each method, rate and start, the best rate of a method first.
+        note: how far the start is from balance.
 
     Example:
         >>> slow, fast = (
@@ -88,6 +82,7 @@ class Comparison:
     title: str
     metric: str
     runs: tuple[TrainingRun, ...]
+    note: str = ""
 
     def find(self, method: str, rescaled: bool = False) -> TrainingRun:
         """Finds the run at the best rate.
@@ -127,6 +122,8 @@ class Comparison:
             for method in self.methods
             if self._ends(method)
         ]
+        lines += [self.note] * bool(self.note)
+        lines.append("One seed: small differences are chance. Times depend on what else runs on the machine.")
         return "\n".join(lines)
 
     def _ends(self, method: str) -> bool:
@@ -179,15 +176,18 @@ class Comparison:
         panels[0].set_ylim(low, high)
         panels[0].legend(frameon=False, fontsize=9)
         figure.suptitle(f"{self.title}: {self.metric}", fontsize=11)
+        figure.supxlabel("steps", fontsize=10)
         return figure
 
     def _draw_method(self, axes: Axes, method: str) -> None:
         run = self.find(method)
-        label = method + ("" if run.rate is None else f", {run.rate:g}")
+        title = label(method, run.rate)
         if not self.has_rescaled:
-            axes.plot(*zip(*run.curve, strict=True), label=label)
+            # Curves may lie on each other: the first ones are wide.
+            width = 1.5 * (len(self.methods) - self.methods.index(method))
+            axes.plot(*zip(*run.curve, strict=True), label=title, linewidth=width, alpha=0.7)
             return
-        axes.set_title(label, fontsize=10)
+        axes.set_title(title, fontsize=10)
         axes.plot(*zip(*run.curve, strict=True), color="#5b9bd5", linewidth=4, alpha=0.6, label="as made")
         curve = [point for point in self.find(method, rescaled=True).curve if point[1] < math.inf]
         if curve:
@@ -232,9 +232,10 @@ def compare(
         methods: others than these, by name: a function that makes the optimizer, called with a model, its
             graph and a rate, and the rates that are tried first; a rate of None is shown as the default.
         steps: of each run.
-        rescaled: also train a copy whose units are rescaled at random, each method at its best rate.
+        rescaled: also train a copy whose units are rescaled at random, by powers of two, so that no weight is
+            rounded; each method at its best rate.
         seed: of the order of the batches, dropout and the random rescaling.
-        progress: shows a bar on stderr.
+        progress: shows a bar on stderr, or where that is no terminal a line for each run.
 
     Returns:
         A :class:`Comparison`, which can draw itself.
@@ -264,21 +265,23 @@ def compare(
             "BalancedMuon": (lambda model, graph, rate: BalancedMuon(model, graph), (None,)),
         }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    graph = trace(model, _record_inputs(model, next(_cycle(batches, device)), loss))
+    graph = trace(model, record_inputs(model, next(cycle(batches, device)), loss))
     starts = [copy.deepcopy(model)]
     if rescaled:
         starts.append(copy.deepcopy(model))
-        unbalance(starts[1], graph, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        unbalance(starts[1], graph, generator=generator, powers_of_two=True)
     rates = sum(len(rates) for _, rates in methods.values())
-    bar, runs = _Bar(steps * (rates + len(methods) * (len(starts) - 1)), progress), []
+    bar, runs = Progress(steps * (rates + len(methods) * (len(starts) - 1)), progress), []
 
     def run(name: str, make: Make, rate: float | None, is_rescaled: bool = False) -> TrainingRun:
         trained = copy.deepcopy(starts[is_rescaled])
         optimizer = make(trained, graph, rate)
-        trainer = _Trainer(trained, optimizer, loss, steps, bar)
+        trainer = Trainer(trained, optimizer, loss, steps, bar)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            curve = tuple(trainer.train(_cycle(batches, device), valid, device))
+            curve = tuple(trainer.train(cycle(batches, device), valid, device))
+        bar.end_run(label(name, rate) + (", rescaled" if is_rescaled else ""))
         return TrainingRun(name, rate, is_rescaled, curve, trainer.seconds)
 
     for name, (make, tried) in methods.items():
@@ -294,7 +297,22 @@ def compare(
             runs.append(run(name, make, found[0].rate, is_rescaled=True))
     bar.close()
     metric = "training loss" if valid is None else "validation loss"
-    return Comparison(f"{type(model).__name__}, {steps} steps", metric, tuple(runs))
+    return Comparison(f"{type(model).__name__}, {steps} steps", metric, tuple(runs), _describe(starts, graph))
+
+
+def _describe(starts: Sequence[nn.Module], graph: PathGraph) -> str:
+    """How far the starts are from balance."""
+    if unit_classes_of(graph).count == 1:
+        return "no unit of this model can be rescaled, so balance changes nothing"
+    ratios = [imbalance(start, graph).ratio for start in starts]
+    first, *others = [f"{ratio:.3g}" for ratio in ratios if ratio is not None]
+    copies = "".join(f", that of the rescaled copy {ratio} times" for ratio in others)
+    return f"mu_{{2,2}} of the start is {first} times that of the balanced network{copies}"
+
+
+def label(method: str, rate: float | None) -> str:
+    """How a run is called."""
+    return method + ("" if rate is None else f", {rate:g}")
 
 
 def find_rate_beyond(runs: Sequence[TrainingRun]) -> float | None:
@@ -306,143 +324,3 @@ def find_rate_beyond(runs: Sequence[TrainingRun]) -> float | None:
         return None
     inner = rates[1] if best == rates[0] else rates[-2]
     return float(f"{best * best / inner:.2g}")
-
-
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of what most batches are: see :func:`compare`."""
-    advice = "give a loss, a function of the model and a batch, as the fourth argument"
-    if isinstance(batch, Mapping):
-        loss = getattr(model(**batch), "loss", None)
-        if loss is None:
-            raise PathError(
-                f"the model returned no loss of a batch with {', '.join(batch)}: are labels missing? "
-                f"Or {advice}"
-            )
-        return loss
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise PathError(f"a batch is a {type(batch).__name__}, not a dict or a pair x, y: {advice}")
-    x, y = batch
-    outputs = model(x)
-    outputs = getattr(outputs, "logits", outputs)  # of transformers
-    if not isinstance(outputs, Tensor):
-        raise PathError(f"the model returned a {type(outputs).__name__}, not a tensor: {advice}")
-    if y.is_floating_point():
-        return F.mse_loss(outputs, y)
-    if outputs.shape[:-1] == y.shape:  # classes last, as those of language models
-        outputs, y = outputs.flatten(0, -2), y.flatten()
-    return F.cross_entropy(outputs, y)
-
-
-def _cycle(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches again and again, on the model's device."""
-    while True:
-        count = 0
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            yield _move(batch, device)
-        if not count:
-            raise PathError("there are no batches, or they can be gone through only once: give a DataLoader "
-                            "or a list")  # fmt: skip
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # as transformers' BatchEncoding, which tree_map does not know
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-@torch.no_grad()
-def _record_inputs(model: nn.Module, batch: Any, loss: Loss) -> Inputs:
-    """What the loss calls the model with. A copy is run, since a forward may change buffers."""
-    model, calls = copy.deepcopy(model), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    loss(model, batch)
-    if not calls:
-        raise PathError("the loss does not call the model itself, so what it is called with is not known")
-    return Inputs(*calls[0])
-
-
-@dataclass
-class _Trainer:
-    """One run. ``seconds`` is known at its end."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    loss: Loss
-    steps: int
-    bar: _Bar
-    seconds: float = math.nan
-
-    def train(
-        self, batches: Iterator[Any], valid: Iterable[Any] | None, device: torch.device
-    ) -> Iterator[tuple[int, float]]:
-        """Yields points of the curve."""
-        warm_up = max(1, round(WARM_UP * self.steps))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda t: min((t + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, t / self.steps))),
-        )
-        ends = sorted({round(self.steps * k / POINTS) for k in range(1, POINTS + 1)} - {0})
-        losses: list[Tensor] = []
-        timed, spent, start = 0, 0.0, time.perf_counter()
-        if valid is not None:
-            yield 0, self._measure(valid, device)
-        self.model.train()
-        for step in range(1, self.steps + 1):
-            losses.append(self._step(next(batches)))
-            schedule.step()
-            self.bar.advance()
-            if step == UNTIMED:
-                start = _now(device)
-            if step in ends:
-                timed, spent = max(0, step - UNTIMED), spent + (_now(device) - start) * (step > UNTIMED)
-                value = float(torch.stack(losses).mean()) if valid is None else self._measure(valid, device)
-                losses.clear()
-                yield step, value if math.isfinite(value) else math.inf
-                if not math.isfinite(value):
-                    self.bar.advance(self.steps - step)
-                    break
-                start = time.perf_counter()
-        self.seconds = spent / timed if timed else math.nan
-
-    def _step(self, batch: Any) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self.loss(self.model, batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    @torch.no_grad()
-    def _measure(self, valid: Iterable[Any], device: torch.device) -> float:
-        self.model.eval()
-        losses = [self.loss(self.model, _move(batch, device)) for batch in valid]
-        self.model.train()
-        return fmean(map(float, losses)) if losses else math.nan
-
-
-class _Bar:
-    """A line on stderr that says how far a comparison is, renewed a few times a second."""
-
-    def __init__(self, total: int, is_shown: bool) -> None:
-        self.total, self.is_shown, self.done = total, is_shown, 0
-        self.start = self.shown = time.perf_counter()
-
-    def advance(self, steps: int = 1) -> None:
-        self.done += steps
-        now = time.perf_counter()
-        if self.is_shown and now > self.shown + 0.2:
-            self.shown = now
-            left = (now - self.start) * (self.total / self.done - 1)
-            bar = "#" * (30 * self.done // self.total)
-            print(
-                f"\r[{bar:30}] {self.done} of {self.total} steps, {left:.0f} s left ", end="", file=sys.stderr
-            )
-
-    def close(self) -> None:
-        if self.is_shown:
-            print(f"\r{'':79}\r", end="", file=sys.stderr)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

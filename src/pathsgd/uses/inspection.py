@@ -306,3 +306,4 @@ def _draw_losses(axes: Axes, layers: Sequence[InspectedLayer]) -> None:
                 axes.annotate(f"int{bits}", (balanced, k - 0.35), color=color, ha="center", va="bottom")
     axes.grid(axis="x", color="0.9")
     axes.set_title("lost by rounding: now (hollow), after balance (filled)", fontsize=10)
+    axes.set_xlabel(f"part of the layer's path norm; balanced with p = q = {P}", fontsize=9)
