@@ -224,7 +224,8 @@ def draw(rows: Sequence[Row]) -> None:
         axes.set_xlabel("rate", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("test error after fine-tuning, %")
-    figure.axes[0].legend(frameon=False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=4, loc="outside lower center")
     figure.savefig(FIGURES / "uses-folding.png")
 
 

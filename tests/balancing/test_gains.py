@@ -94,3 +94,42 @@ def test_norms_with_units_in_common_are_one():
         pathsgd.balance(model, graph)
         for gain in (model.first.weight, model.second.weight):
             torch.testing.assert_close(gain.detach(), torch.ones(4).double(), rtol=1e-12, atol=0)
+
+
+def test_biases_and_bounds_are_no_gains():
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    nn.init.constant_(model[0].bias, 5.0)
+    pathsgd.balance(model, torch.zeros(2, 6, dtype=torch.float64))
+    assert model[0].weight.mean().item() == pytest.approx(1, rel=1e-12)
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU6(), nn.Conv2d(6, 4, 3)).eval()
+    pathsgd.replace_relu6(model, x)
+    pathsgd.balance(model, x)
+    assert model[1].weight.mean().item() == pytest.approx(1, rel=1e-6)
+
+
+def test_slopes_of_their_own_do_not_keep_units_from_being_normed():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.PReLU(6), nn.Conv2d(6, 4, 3)).eval()
+    pathsgd.balance(model, torch.randn(2, 3, 7, 7))
+    assert model[1].weight.mean().item() == pytest.approx(1, rel=1e-6)
+
+
+def test_norms_of_which_parts_cannot_be_rescaled_are_apart():
+    """Half of each goes through a GELU, whose units are fixed: the norms have no other unit in common."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(6), nn.LayerNorm(6)
+            self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            a, b = self.first(x).chunk(2, -1)
+            a, b = self.second(self.inner(torch.cat([F.relu(a), F.gelu(b)], -1))).chunk(2, -1)
+            return self.last(torch.cat([F.relu(a), F.gelu(b)], -1))
+
+    model = Half().double()
+    model.last.weight.data *= 100
+    pathsgd.balance(model, torch.randn(3, 6, dtype=torch.float64))
+    for norm in (model.first, model.second):
+        assert norm.weight[:3].mean().item() == pytest.approx(1, rel=1e-12)

@@ -262,7 +262,8 @@ NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.RMSNorm
 
 
 def measure_norms(model, graph):
-    """The largest gain or bias that leads into a class, by class; for each norm or all that share some."""
+    """The largest gain that leads into a class, or where that is 0 the bias, by class; for each norm or all
+    that share some."""
     units = unit_classes_of(graph)
     norms = []
     for name, module in model.named_modules():
@@ -270,14 +271,14 @@ def measure_norms(model, graph):
         for leaf, value in module.named_parameters(recurse=False) if isinstance(module, NORMS) else ():
             heads = units.parameters[f"{name}.{leaf}"].head.tolist()
             for k, x in zip(heads, value.abs().tolist(), strict=True):
-                own[k] = max(x, own.get(k, 0))
+                own[k] = max((x, 0) if leaf == "weight" else (0, x), own.get(k, (0, 0)))
         own.pop(FIXED, None)
         for other in [other for other in norms if own.keys() & other.keys()]:
             norms.remove(other)
-            own = {k: max(own.get(k, 0), other.get(k, 0)) for k in own.keys() | other.keys()}
+            own = {k: max(own.get(k, (0, 0)), other.get(k, (0, 0))) for k in own.keys() | other.keys()}
         if own:
             norms.append(own)
-    return norms
+    return [{k: gain or bias for k, (gain, bias) in norm.items()} for norm in norms]
 
 
 def measure_flow(model, graph):

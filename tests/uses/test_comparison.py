@@ -117,7 +117,9 @@ def test_usual_batches_have_a_default_loss():
     words, next_words = torch.randn(2, 7, 4), torch.randint(3, (2, 7))  # classes last
     expected = F.cross_entropy(linear(words).transpose(1, 2), next_words)
     torch.testing.assert_close(default_loss(linear, (words, next_words)), expected)
-    found = pathsgd.compare(linear, [{"x": x, "labels": y}], steps=2)
+    with pytest.warns(UserWarning, match="balance changes nothing"):
+        found = pathsgd.compare(linear, [{"x": x, "labels": y}], steps=2)
+    assert "no unit of this model can be rescaled" in str(found)
     assert "BalancedMuon" in repr(found)
     assert found._repr_png_().startswith(b"\x89PNG")
 
@@ -135,12 +137,21 @@ def test_usual_batches_have_a_default_loss():
             None,
             r"a tuple with tensors of \[\(2, 5\), ",
         ),
+        ([(torch.zeros(2, 6).double(), torch.zeros(2, 1).double())], None, r"returned \(2, 3\) where y is"),
         ([{"x": torch.zeros(2, 6)}], None, "a dict of x with tensors .* raised TypeError: .*; give a loss"),
     ],
 )
 def test_what_cannot_be_trained_on_is_an_error(model, batches, loss, part):
     with pytest.raises(pathsgd.PathError, match=part):
         pathsgd.compare(model, batches, loss=loss, steps=4)
+
+
+def test_validation_batches_and_rates_are_checked(model, data):
+    for valid, part in (([], "no batches to validate on"), (iter([data[:]]), "gone through only once")):
+        with pytest.raises(pathsgd.PathError, match=part):
+            pathsgd.compare(model, [data[:]], valid, steps=2)
+    with pytest.raises(pathsgd.PathError, match=r"above 0 and finite, not 0, 0\.1"):
+        pathsgd.compare(model, [data[:]], lr=(0, 0.1), steps=2)
 
 
 def test_a_loss_in_the_place_of_validation_batches_is_an_error(model, data):

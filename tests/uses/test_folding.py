@@ -96,6 +96,6 @@ def test_every_start_is_fine_tuned_and_summed_up(trained, task, tmp_path, monkey
             assert len(folding.runs_of(rows, "small", start, rate)) == 2
     capsys.readouterr()
     folding.tabulate(rows)
-    assert capsys.readouterr().out.count("±") == 3 * 2 + 2
+    assert capsys.readouterr().out.count("±") == 3 * 2 + 2 + 1
     folding.draw(rows)
     assert (tmp_path / "uses-folding.png").stat().st_size < 80_000

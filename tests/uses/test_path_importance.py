@@ -73,3 +73,19 @@ def test_dead_weights_have_none():
     first, _ = pathsgd.path_importance(model).values()
     assert not first[1].any()
     assert first[0].all()
+
+
+def test_what_was_pruned_before_is_pruned_further():
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
+    for zeros in (36, 54):
+        scores = pathsgd.path_importance(model, x)
+        assert [name for _, name in scores] == ["weight", "weight"]
+        options = {"importance_scores": scores, "amount": 0.5}
+        prune.global_unstructured(list(scores), prune.L1Unstructured, **options)
+        assert sum(int((module.weight == 0).sum()) for module in (model[0], model[2])) == zeros
+
+
+def test_without_a_live_path_nothing_is_important():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+    nn.init.zeros_(model[2].weight)
+    assert not any(scores.any() for scores in pathsgd.path_importance(model).values())

@@ -69,7 +69,29 @@ def test_one_module_in_two_places():
     pathsgd.replace_relu6(model, x)
     pathsgd.unbalance(model, x, factor=4.0, powers_of_two=True)
     assert torch.equal(model(x), before)
-    with pytest.raises(PathError, match="three axes"):
+    with pytest.raises(PathError, match="of 3 axes"):
         pathsgd.replace_relu6(nn.Sequential(nn.Linear(3, 4), nn.ReLU6()), x[None])
     with pytest.raises(PathError, match=r"'act' clips \[4, 5\] channels"):
         pathsgd.replace_relu6(Twice(5), x)
+
+
+def test_where_the_function_would_change_the_model_is_left():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(3, 4), nn.ReLU6(inplace=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.a(x)
+            self.act(h)  # for what it writes
+            return self.b(h)
+
+    hooked = nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2))
+    hooked[1].register_forward_hook(lambda module, args, result: 2 * result)
+    x = torch.randn(5, 3) * 30
+    for model in (InPlace(), hooked):
+        before = model(x)
+        with pytest.raises(PathError, match="the function would change"):
+            pathsgd.replace_relu6(model, x)
+        assert torch.equal(model(x), before)
+        assert any(type(module) is nn.ReLU6 for module in model.modules())

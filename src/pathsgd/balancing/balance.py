@@ -14,13 +14,14 @@ rate would move 2.5 times less. So one factor for all units behind a norm brings
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pathsgd.balancing.class_edges import ClassFactors, add_shifts, at_rows, in_double, raise_to
+from pathsgd.balancing.class_edges import ClassFactors, Norms, add_shifts, at_rows, in_double, raise_to
 from pathsgd.balancing.group_norm import group_norm
 from pathsgd.balancing.least_mu import find_least_mu
 from pathsgd.balancing.lemma1 import solve_balance
@@ -94,6 +95,12 @@ def balance(
     units = unit_classes_of(graph)
     if unknown := set(fixed) - set(graph.parameters):
         raise PathError(f"there is no parameter {min(unknown)!r}")
+    if units.count == 1:  # FIXED alone
+        warnings.warn(
+            f"no unit of {graph.model} can be rescaled, so balance changes nothing: "
+            "print(pathsgd.trace(model, example_input)) says why",
+            stacklevel=3,
+        )
     if fixed and math.isinf(q):
         raise PathError("fixed needs a finite q: Lemma 1 is about all weights into a unit")
     if math.isinf(q):
@@ -166,7 +173,7 @@ def find_balancing_factors(
     q: float = 2,
     rows: Mapping[str, Tensor] | None = None,
     held: Tensor | None = None,
-    norms: Tensor | None = None,
+    norms: Norms | None = None,
 ) -> ClassFactors:
     """The factors that lead to least mu_{p,q}: powers of two where a parameter has 16 bits, and where the
     network is balanced up to these already.
@@ -196,25 +203,31 @@ def _rounding(tensors: Iterable[Tensor]) -> float:
     return max(1e-9, *(64 * torch.finfo(dtype).eps for dtype in floats if dtype.itemsize > 2), 0.0)
 
 
-def find_norms(graph: PathGraph) -> Tensor:
-    """The number of the norm, from 1, whose gains lead into a class, by class; 0 where anything but these and
-    biases does. Gains are what multiplies values that cannot be rescaled; norms that share units are one."""
+def find_norms(graph: PathGraph) -> Norms:
+    """The norms whose gains, and biases, are all that leads into their units. Gains are what multiplies
+    values that cannot be rescaled; norms that share units are one."""
     units = unit_classes_of(graph)
     uses: dict[str, set[type]] = {}
     for k, weight in graph.weights():
         if weight.parameter is not None:
             uses.setdefault(weight.parameter.name, set()).add(type(graph.nodes[k].operation))
-    norms, others = torch.zeros(units.count, dtype=torch.int64), units.relations.related.clone()
+    gains: dict[str, Tensor] = {}
+    others = units.relations.related.clone()
     others[FIXED] = True
-    for number, (name, edge) in enumerate(units.parameters.items(), 1):
-        heads = edge.head.flatten()
-        if not uses[name] <= {Multiply, Source} or bool((edge.tail != FIXED).any()):
-            others[heads] = True
+    for name, edge in units.parameters.items():
+        heads, tails = torch.broadcast_tensors(edge.head, edge.tail)
+        moved = heads != tails  # not the slopes of a PReLU
+        if not uses[name] <= {Multiply, Source} or bool((tails[moved] != FIXED).any()):
+            others[heads[moved]] = True
         elif Multiply in uses[name]:
-            joined = norms[heads].unique()
-            norms[torch.isin(norms, joined[joined > 0])] = number
-            norms[heads] = number
-    return torch.where(others, 0, norms)
+            gains[name] = heads[moved]
+    number = torch.zeros(units.count, dtype=torch.int64)
+    for k, heads in enumerate(gains.values(), 1):
+        heads = heads[~others[heads]]
+        joined = number[heads].unique()
+        number[torch.isin(number, joined[joined > 0])] = k
+        number[heads] = k
+    return Norms(number, gains.keys())
 
 
 def find_rows(graph: PathGraph) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -246,12 +247,20 @@ def find_largest(layout: EdgeLayout) -> Edges:
     return replace(largest_of, matrices=matrices, values=exponent(largest_of.values))
 
 
+class Norms(NamedTuple):
+    """The norms whose mean gain is to be 1: by class the number of the one whose gains lead into it, from 1,
+    and 0 of others; and the names of these gains."""
+
+    number: Tensor
+    gains: Collection[str]
+
+
 def find_largest_into(layouts: list[EdgeLayout], wanted: Tensor, exponents: Tensor) -> Tensor:
     """log of the largest weight into each class that is wanted, rescaled; -inf of others."""
     own = [layout for layout in layouts if bool(wanted[layout.head].any())]
     edges = join_edges([layout.reduce(lambda x, rows: x.abs_(), largest=True) for layout in own])
     mantissa, exponent = torch.frexp(edges.values.double())
-    logs = mantissa.log() + (exponent + exponents[edges.heads]) * math.log(2)
+    logs = mantissa.log() + (exponent + exponents[edges.heads]).double() * math.log(2)
     nothing = torch.full((len(wanted),), -math.inf, dtype=torch.float64)
     return torch.where(wanted, nothing.scatter_reduce(0, edges.heads, logs, "amax"), nothing)
 

@@ -135,4 +135,6 @@ def find_live(edges: Edges, relations: Relations, fixed: Tensor) -> Tensor:
         below[tails[below[heads]]] = True
         relations.spread_(above, below)
         if torch.equal(before[0], above) and torch.equal(before[1], below):
-            return above & below & ~fixed
+            live = above & below & ~fixed
+            # What follows from others has no minimum if one of these has none.
+            return live & relations.cover((live | fixed) & relations.is_free)

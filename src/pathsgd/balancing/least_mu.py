@@ -13,8 +13,9 @@ follow from it, with ``S = R_r^(q/p - 1) |w|^p exp(p (...))``.
 Classes that lie on no such walk (before a layer of zeros, behind a dead unit) have no minimum. Their side
 that is not zero is brought to the norm of their layer, or to 1, so that all equivalents still become one.
 
-Gains of norms: from the minimum all units behind a norm are moved by one factor, such that the mean of their
-largest incoming weights is 1. The others are balanced again around these.
+Gains of norms: from the minimum all units behind a norm are moved by one factor, such that the mean size of
+their gains is 1 (of a gain of 0, that of the largest other weight into its unit counts). The others are
+balanced again around these.
 
 In order, so that networks that differ by powers of two end at the same bits:
 1. integer exponents for all classes, such that the largest weight into each is about 1. These depend on
@@ -35,6 +36,7 @@ from pathsgd.balancing.class_edges import (
     ClassFactors,
     EdgeLayout,
     Edges,
+    Norms,
     cut_rows,
     find_highest,
     find_largest,
@@ -70,7 +72,7 @@ def find_least_mu(
     p: float,
     q: float,
     rows: Mapping[str, Tensor] | None = None,
-    norms: Tensor | None = None,
+    norms: Norms | None = None,
 ) -> ClassFactors:
     """The factors of all classes that lead to the equivalent of least mu_{p,q}.
 
@@ -82,16 +84,17 @@ def find_least_mu(
         p: the order of the norm over the weights into a unit.
         q: the order of the norm over units.
         rows: if p and q differ, by parameter the units that its entries lead into.
-        norms: by class, the number of the norm whose gains lead into it, from 1; 0 of others.
+        norms: whose mean gain is to be 1.
     """
     units = rows if rows is not None and p != q else {}
     fixed = relations.hold(fixed)
-    layouts = [
-        EdgeLayout(part, ends, fixed, own)
+    named = [
+        (name, EdgeLayout(part, ends, fixed, own))
         for name, edge in edges.items()
         for part, ends, own in cut_rows(tensors[name], edge, units.get(name))
     ]
-    layouts = [layout for layout in layouts if layout.is_changed or units]
+    named = [(name, layout) for name, layout in named if layout.is_changed or units]
+    layouts = [layout for _, layout in named]
     largest = [find_largest(layout) for layout in layouts]
     live = find_live(join_edges(largest), relations, fixed)
     layers = _find_layers(layouts, relations)
@@ -104,8 +107,12 @@ def find_least_mu(
             found.append(_take_logarithms(powers, p * shift * LOG_2))
         solver = _Solver(join_edges(found), relations, fixed, live, layers, p, q, factors.mantissa.log())
         if norms is not None:
-            solver.norms = torch.where(solver.live, norms, 0)
-            solver.gains = find_largest_into(layouts, solver.norms > 0, factors.exponent)
+            solver.norms = torch.where(solver.live, norms.number, 0)
+            gains = [layout for name, layout in named if name in norms.gains]
+            solver.gains, others = (
+                find_largest_into(some, solver.norms > 0, factors.exponent) for some in (gains, layouts)
+            )
+            solver.gains = torch.where(solver.gains > -math.inf, solver.gains, others)
         return solver
 
     exponents = find_exponents(join_edges(largest), relations, fixed)
@@ -395,8 +402,9 @@ class _Solver:
         return self.relations.complete(torch.where(has_norm, t + (least - norm).clamp(min=0), t))
 
     def _mean_norm(self, norm: Tensor) -> Tensor:
-        """log of the mean norm of the live classes of every class's layer; 0 if it has none."""
-        counts = self.live | (self.norms > 0)
+        """log of the mean norm of the live classes of every class's layer, without those of norm 0; 0 if it
+        has none."""
+        counts = (self.live | (self.norms > 0)) & (norm > -math.inf)
         total = _log_sum(torch.where(counts, norm, -math.inf), self.layers, self.layer_count)
         number = torch.zeros_like(total).index_add(0, self.layers, counts.double())
         return torch.where(number > 0, total - number.log(), 0)[self.layers]

@@ -65,6 +65,8 @@ def check_figure(file: Path) -> None:
         raise PathError("--figure needs matplotlib: pip install matplotlib")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PathError(f"--figure {file}: the file has to end in .png, .svg or .pdf")
+    if not file.parent.is_dir():
+        raise PathError(f"--figure {file}: there is no folder {file.parent}")
 
 
 def save_figure(drawable: Inspection | Comparison, file: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +257,11 @@ def compare(
     """
     if callable(valid):
         raise PathError("valid is a function: without batches to validate on, pass None, then the loss")
+    for given in (batches, valid):
+        if isinstance(given, Iterator):
+            raise PathError("batches can be gone through only once: give a DataLoader or a list")
+    if not all(0 < rate < math.inf for rate in lr):
+        raise PathError(f"rates have to be above 0 and finite, not {', '.join(map(str, lr))}")
     loss = loss or default_loss
     if methods is None:
         methods = {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pathsgd.balancing.balance import balance
+from pathsgd.errors import PathError
 from pathsgd.geometry.gamma import measure_gammas
 from pathsgd.geometry.path_norm import path_norm
 from pathsgd.graph.path_graph import PathGraph, unwrap
@@ -30,8 +31,8 @@ def path_importance(
     have such units it is the importance in the balanced equivalent.
 
     Magnitude pruning prunes other weights of a network whose units have been rescaled. With these it is the
-    same ones: exactly, if all factors are powers of two; else up to weights whose importance is the same to
-    rounding.
+    same ones: exactly, if all factors are powers of two and p is 1 or 2; else up to weights whose importance
+    is the same to rounding.
 
     Args:
         model: the module to measure.
@@ -60,7 +61,12 @@ def path_importance(
     model = unwrap(model)
     measured = model
     if graph.passed:  # rescalings cross the ends of regions there, which changes the norms of both
-        measured = copy.deepcopy(model)
+        try:
+            measured = copy.deepcopy(model)
+        except RuntimeError as error:  # torch's pruning leaves tensors that it cannot copy
+            raise PathError(
+                f"the model cannot be copied: {error}; call prune.remove(module, name) on what was pruned"
+            ) from error
         balance(measured, graph)
     tensors = graph.tensors(measured)
     gammas = measure_gammas(graph, tensors, p)
@@ -72,7 +78,9 @@ def path_importance(
             continue
         logs = torch.tensor([log_phi[number[region]] for region in info.regions], dtype=torch.float64)
         z = gammas[name].weight_to_z(tensors[name].double())  # the same bits after powers of two
-        owner, _, attribute = name.rpartition(".")
-        share = (p * z.abs().log() - (p * logs).logsumexp(0)).exp()
-        importance[model.get_submodule(owner), attribute] = share
+        share = torch.where(z == 0, 0, (p * z.abs().log() - (p * logs).logsumexp(0)).exp())
+        path, _, attribute = name.rpartition(".")
+        owner, pruned = model.get_submodule(path), attribute.removesuffix("_orig")
+        # What was pruned before is stored under another name, beside its mask.
+        importance[owner, pruned if hasattr(owner, f"{pruned}_mask") else attribute] = share
     return importance

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from pathsgd._torch import tree_leaves, tree_map
 from pathsgd.errors import PathError
 from pathsgd.graph.path_graph import unwrap
 from pathsgd.graph.restoring import restore_modules
@@ -46,14 +49,15 @@ def replace_relu6(model: nn.Module, example_input: Example) -> None:
     """Replaces every ``nn.ReLU6`` in place by a :class:`ClippedReLU`. The function does not change.
 
     Call it before :func:`pathsgd.balance` on MobileNets: behind a ReLU6 no unit can be rescaled. Tools that
-    put a ReLU there change the function. ``F.relu6`` and ``nn.Hardtanh`` stay.
+    put a ReLU there change the function. ``F.relu6``, ``nn.Hardtanh`` and subclasses of ``nn.ReLU6`` stay.
 
     Args:
         model: the module to change; it is run once, in evaluation mode, and stays in the mode it is in.
         example_input: as in :func:`pathsgd.trace`.
 
     Raises:
-        PathError: one module clips numbers of channels that differ, or tensors of three axes.
+        PathError: one module clips numbers of channels that differ, or tensors of one or three axes; or the
+            function would change, as where a module writes in place or has hooks.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU6(), nn.Linear(3, 1))
@@ -64,18 +68,44 @@ def replace_relu6(model: nn.Module, example_input: Example) -> None:
     """
     model = unwrap(model)
     args, kwargs = as_inputs(model, example_input)
-    outputs: dict[nn.Module, list[Tensor]] = {m: [] for m in model.modules() if isinstance(m, nn.ReLU6)}
-    with restore_modules(model):
-        for module in outputs:
-            module.register_forward_hook(lambda module, _, x: outputs[module].append(x))
-        model.eval()(*args, **kwargs)
+    outputs: dict[nn.Module, list[Tensor]] = {m: [] for m in model.modules() if type(m) is nn.ReLU6}
+
+    def compute() -> list[Tensor]:
+        # Copies, since memory may be written to again; and of inputs, which the model may write to.
+        own_args, own_kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        with restore_modules(model):
+            for module in outputs:
+                module.register_forward_hook(lambda module, _, x: outputs[module].append(x))
+            results = tree_leaves(model.eval()(*own_args, **own_kwargs))
+        return [x.clone() for x in results if isinstance(x, Tensor)]
+
+    before = compute()
+    places = list(model.named_modules(remove_duplicate=False))
     clipped: dict[nn.Module, ClippedReLU] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    for name, module in places:
+        if not name and module in outputs:
+            raise PathError("the model is a ReLU6 itself")
         if x := outputs.get(module):
-            if any(one.dim() == 3 for one in x):
-                raise PathError(f"{name!r} clips a tensor of three axes, of which channels may be any")
+            if any(one.dim() in (0, 1, 3) for one in x):
+                raise PathError(f"{name!r} clips a tensor of {x[0].dim()} axes, of which channels may be any")
             channels = {one.shape[1] for one in x}
             if len(channels) > 1:
                 raise PathError(f"{name!r} clips {sorted(channels)} channels; give each place its own ReLU6")
             clipped.setdefault(module, ClippedReLU(channels.pop(), 6.0).to(x[0]))
-            model.set_submodule(name, clipped[module])
+    _put(model, places, clipped)
+    if any(not torch.equal(a, b) for a, b in zip(before, compute(), strict=True)):
+        _put(model, places, dict.fromkeys(clipped))
+        names = ", ".join(name for name, module in places if module in clipped)
+        raise PathError(
+            f"the function would change, as where one of {names} writes in place to what something else "
+            "reads, or has hooks; the model is left as it was"
+        )
+
+
+def _put(
+    model: nn.Module, places: Sequence[tuple[str, nn.Module]], instead: Mapping[nn.Module, nn.Module | None]
+) -> None:
+    """Puts modules in the places of others; those others themselves for None."""
+    for name, module in places:
+        if module in instead:
+            model.set_submodule(name, instead[module] or module)

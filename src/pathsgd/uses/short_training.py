@@ -46,6 +46,11 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(outputs, Tensor):
         raise PathError(f"the model returned a {type(outputs).__name__}, not a tensor: {ADVICE}")
     if y.is_floating_point():
+        if outputs.shape != y.shape:
+            raise PathError(
+                f"the model returned {tuple(outputs.shape)} where y is {tuple(y.shape)}: make them alike, or "
+                f"{ADVICE}"
+            )
         return F.mse_loss(outputs, y)
     if outputs.shape[:-1] == y.shape:  # classes last, as those of language models
         outputs, y = outputs.flatten(0, -2), y.flatten()
@@ -59,8 +64,7 @@ def cycle(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         for count, batch in enumerate(batches, 1):  # noqa: B007
             yield _move(batch, device)
         if not count:
-            raise PathError("there are no batches, or they can be gone through only once: give a DataLoader "
-                            "or a list")  # fmt: skip
+            raise PathError("there are no batches")
 
 
 def _move(batch: Any, device: torch.device) -> Any:
@@ -151,7 +155,9 @@ class Trainer:
         self.model.eval()
         losses = [self.loss(self.model, _move(batch, device)) for batch in valid]
         self.model.train()
-        return fmean(map(float, losses)) if losses else math.nan
+        if not losses:
+            raise PathError("there are no batches to validate on: pass None without any")
+        return fmean(map(float, losses))
 
 
 class Progress:
