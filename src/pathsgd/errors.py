@@ -75,4 +75,6 @@ def check_state(state_dict: Mapping[str, Any], options: Iterable[str]) -> None:
     """Refuses the state of an optimizer whose groups do not have all of these options."""
     for name in options:
         if not all(name in group for group in state_dict["param_groups"]):
-            raise ValueError(f"this is the state of another optimizer: its groups have no {name!r}")
+            raise ValueError(
+                f"this is the state of another optimizer: its groups have no {name!r}; begin without a state"
+            )

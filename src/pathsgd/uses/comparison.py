@@ -310,7 +310,7 @@ def _describe(starts: Sequence[nn.Module], graph: PathGraph) -> str:
     if unit_classes_of(graph).count == 1:
         return "no unit of this model can be rescaled, so balance changes nothing"
     ratios = [imbalance(start, graph).ratio for start in starts]
-    first, *others = [f"{ratio:.3g}" for ratio in ratios if ratio is not None]
+    first, *others = [f"{ratio:#.3g}" for ratio in ratios if ratio is not None]
     copies = "".join(f", that of the rescaled copy {ratio} times" for ratio in others)
     return f"mu_{{2,2}} of the start is {first} times that of the balanced network{copies}"
 
