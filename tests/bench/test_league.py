@@ -232,3 +232,7 @@ def test_the_command(tiny, tmp_path, capsys):
     with pytest.raises(SystemExit, match="there is no network"):
         command.main([*arguments[:4], "alexnet", *arguments[5:]])
     assert set(METHODS) >= {"adamw", "muon", "muonh", "schedule-free", "balanced-muon"}
+
+
+def test_the_page_shows_the_records():
+    assert (command.RESULTS / "table.md").read_text() == render(read_records([command.RESULTS]))

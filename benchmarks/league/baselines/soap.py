@@ -82,7 +82,11 @@ def _grams(g: Tensor, longest: int) -> Sides:
 
 def _eigenbasis(gram: Tensor) -> Tensor:
     """Eigenvectors, that of the largest eigenvalue first."""
-    return torch.linalg.eigh(gram).eigenvectors.flip(1)
+    try:
+        vectors = torch.linalg.eigh(gram).eigenvectors
+    except torch.linalg.LinAlgError:  # in fp32, of rows that were mostly not seen; as in the release
+        vectors = torch.linalg.eigh(gram.double()).eigenvectors.to(gram.dtype)
+    return vectors.flip(1)
 
 
 def _turn(matrix: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
