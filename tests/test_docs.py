@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 READ_BY_USERS = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "api"]
 MAX_WORDS = 12_000
-"""Of what a user reads, without the signs of Markdown. Measurements and what was tried belong into results/*/README.md."""
+"""Of what a user reads, signs apart. Measurements and what was tried belong into results/*/README.md."""
 MAX_COLUMNS = 88
 """Of a line of code on a page of 1280 pixels."""
 PAGES = [
