@@ -107,6 +107,7 @@ def outputs(model, x):
     return [t.detach().clone() for t in tensors_in(model(x))]
 
 
+@pytest.mark.filterwarnings("ignore:no unit of Net can be rescaled")
 @pytest.mark.parametrize("name", BODIES)
 def test_whatever_is_accepted_keeps_its_function(name):
     torch.manual_seed(3)
