@@ -30,10 +30,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     """The wheel has nothing but the library, and neither has anything large."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     allowed = ("pathsgd/", "pathsgd_entry_point.py", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/")
     if strays := [name for name in names if not name.startswith(allowed)]:
         sys.exit(f"{wheel.name} has more than the library: {strays}")
-        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     if dead := re.findall(r"\]\((?!https:)[^)]{2,}\)", metadata):
         sys.exit(f"the page of {wheel.name} on PyPI would have dead links: {dead}")
     if "pathsgd/py.typed" not in names:
