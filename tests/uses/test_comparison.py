@@ -86,6 +86,12 @@ def test_the_best_rate_is_first_and_a_run_that_diverges_last(model, data):
     found.draw()
 
 
+def test_a_network_of_zeros_has_no_distance_to_balance(model, data):
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert "of the start nan" in str(pathsgd.compare(model, [data[:]], steps=2, methods={"SGD": sgd(0.1)}))
+
+
 @pytest.mark.parametrize(
     ("rates", "tried"),
     [((1e-3, 1e-2), (0.1, 1, 10)), ((1e20, 1e10, 1e5), (1, 1e-5)), ((1e-9, 1e-8), (1e-7, 1e-6, 1e-5))],
@@ -208,7 +214,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     assert [line.split("  ")[0] for line in printed.splitlines()[2:-3]] == [
         "AdamW", "balance + AdamW", "BalancedMuon"
     ]  # fmt: skip
-    assert "times that of the balanced network" in printed
+    assert "mu_{2,2} over that of the balanced network: of the start 1." in printed
     assert printed.splitlines()[0] == "Sequential, 3 steps, validation loss"
     assert (tmp_path / "curves.png").is_file()
 

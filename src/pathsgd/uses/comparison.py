@@ -120,17 +120,11 @@ class Comparison:
         lines += [
             f"{method}: the best rate is at an end of those tried, so try others (lr)"
             for method in self.methods
-            if self._ends(method)
+            if find_rate_beyond([run for run in self.runs if run.method == method and not run.rescaled])
         ]
         lines += [self.note] * bool(self.note)
         lines.append("One seed: small differences are chance. Times depend on what else runs on the machine.")
         return "\n".join(lines)
-
-    def _ends(self, method: str) -> bool:
-        return (
-            find_rate_beyond([run for run in self.runs if run.method == method and not run.rescaled])
-            is not None
-        )
 
     def __repr__(self) -> str:
         return f"<Comparison of {', '.join(self.methods)}: {self.title}>"
@@ -309,10 +303,10 @@ def _describe(starts: Sequence[nn.Module], graph: PathGraph) -> str:
     """How far the starts are from balance."""
     if unit_classes_of(graph).count == 1:
         return "no unit of this model can be rescaled, so balance changes nothing"
-    ratios = [imbalance(start, graph).ratio for start in starts]
-    first, *others = [f"{ratio:#.3g}" for ratio in ratios if ratio is not None]
-    copies = "".join(f", that of the rescaled copy {ratio} times" for ratio in others)
-    return f"mu_{{2,2}} of the start is {first} times that of the balanced network{copies}"
+    whose = ("the start", "the rescaled copy")
+    ratios = [imbalance(start, graph).ratio or math.nan for start in starts]  # nan of a network of zeros
+    texts = [f"of {name} {ratio:#.3g}" for name, ratio in zip(whose, ratios, strict=False)]
+    return f"mu_{{2,2}} over that of the balanced network: {', '.join(texts)}"
 
 
 def label(method: str, rate: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class ClippedReLU(nn.Module):
 
 @torch.no_grad()
 def replace_relu6(model: nn.Module, example_input: Example) -> None:
-    """Replaces every ``nn.ReLU6`` in place by a :class:`ClippedReLU`. The function does not change.
+    """Replaces ``nn.ReLU6``, where the example runs it, in place by :class:`ClippedReLU`. The function stays.
 
     Call it before :func:`pathsgd.balance` on MobileNets: behind a ReLU6 no unit can be rescaled. Tools that
     put a ReLU there change the function. ``F.relu6``, ``nn.Hardtanh`` and subclasses of ``nn.ReLU6`` stay.
@@ -92,20 +92,17 @@ def replace_relu6(model: nn.Module, example_input: Example) -> None:
             if len(channels) > 1:
                 raise PathError(f"{name!r} clips {sorted(channels)} channels; give each place its own ReLU6")
             clipped.setdefault(module, ClippedReLU(channels.pop(), 6.0).to(x[0]))
-    _put(model, places, clipped)
+
+    def put(instead: Mapping[nn.Module, nn.Module]) -> None:
+        for name, module in places:
+            if module in clipped:
+                model.set_submodule(name, instead.get(module, module))
+
+    put(clipped)
     if any(not torch.equal(a, b) for a, b in zip(before, compute(), strict=True)):
-        _put(model, places, dict.fromkeys(clipped))
+        put({})
         names = ", ".join(name for name, module in places if module in clipped)
         raise PathError(
             f"the function would change, as where one of {names} writes in place to what something else "
             "reads, or has hooks; the model is left as it was"
         )
-
-
-def _put(
-    model: nn.Module, places: Sequence[tuple[str, nn.Module]], instead: Mapping[nn.Module, nn.Module | None]
-) -> None:
-    """Puts modules in the places of others; those others themselves for None."""
-    for name, module in places:
-        if module in instead:
-            model.set_submodule(name, instead[module] or module)
