@@ -63,8 +63,8 @@ def test_without_growth_norms_are_kept(network):
 
 
 def test_growth_is_what_the_radial_gradient_asks_for():
-    """In the first step the logarithms of the norms of a region move by lr together."""
-    model, x, optimizer = build(Mlp, lr=0.03)
+    """In the first step the logarithms of the norms of a region move by lr * growth together."""
+    model, x, optimizer = build(Mlp, lr=0.03, growth=1.0)
     names = [name for name, _ in turning(optimizer)]
     before, after = step(model, x, optimizer)
     for name in names:
@@ -109,8 +109,17 @@ def test_the_first_step_turns_by_lr(lr):
         assert angle(before[name], after[name]) == pytest.approx(lr, rel=0.1), name
 
 
+def test_matrices_go_farther_in_directions_of_adam():
+    """In the first step these are signs, of root mean square 1."""
+    before, after = step(*build(Mlp, lr=0.02))
+    assert math.tan(angle(before["4.weight"], after["4.weight"])) == pytest.approx(2.5 * 0.02, rel=0.05)
+    moved = (after["4.bias"] - before["4.bias"]).abs()
+    rms = before["4.weight"].square().mean().sqrt()
+    torch.testing.assert_close(moved, (0.02 * rms).expand(8), rtol=1e-6, atol=0)
+
+
 def test_later_steps_turn_by_less():
-    """By the fourth root of the number of steps."""
+    """By the third root of the number of steps."""
     model, _, optimizer = build(Mlp, lr=0.02, momentum=0.0)
     weight, angles = model[2].weight, []
     for _ in range(31):
@@ -120,7 +129,7 @@ def test_later_steps_turn_by_less():
         optimizer.step()
         angles.append(angle(before, weight.detach()))
     for k in (10, 30):
-        assert angles[k] == pytest.approx(0.02 * (1 + k / 10) ** -0.25, rel=0.1)
+        assert angles[k] == pytest.approx(0.02 * (1 + k / 10) ** (-1 / 3), rel=0.1)
 
 
 def test_momentum_reaches_back_a_tenth_of_the_steps():
@@ -153,6 +162,16 @@ def test_weight_decay_shrinks_the_norms_of_what_turns():
     for name in ("0.weight", "2.weight", "4.weight"):
         ratio = (decayed[name].norm() / plain[name].norm()).item()
         assert ratio == pytest.approx(math.exp(-0.02 * 0.5 / 3), rel=1e-6), name
+
+
+def test_later_steps_grow_by_less():
+    """As the number of steps; and so do they decay."""
+    model, x, optimizer = build(Mlp, lr=0.02, growth=0.0, weight_decay=0.5)
+    for k in range(31):
+        before, after = step(model, x, optimizer)
+        if k in (0, 10, 30):
+            decay = math.log(before["2.weight"].norm() / after["2.weight"].norm())
+            assert decay == pytest.approx(0.02 / (1 + k / 10) * 0.5 / 3, rel=1e-6)
 
 
 def test_groups_decay_and_grow_by_their_own_options():

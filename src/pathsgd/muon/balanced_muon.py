@@ -6,14 +6,15 @@
 
        W <- |W| (W - lr |W| D) / |W - lr |W| D|,    D = orthogonalize(momentum) / its norm
 
-   The angle falls as the fourth root of the number of steps, beside any schedule, and momentum reaches back a
+   The angle falls as the third root of the number of steps, beside any schedule, and momentum reaches back a
    tenth of the steps so far, until it is as long as it may be.
 
    Biases and the weights of norms, which are not turned, move by ``lr`` times the size of a weight of their
-   layer in Adam's direction; so do embeddings and the last layer, which are turned.
+   layer in Adam's direction; so do embeddings and the last layer, which are turned, but farther.
 3. Grow. Turning keeps norms, so the logarithm of each has a step of its own: Adam on ``<G, W>``, its
-   derivative, and weight decay. The norms of a region's layers enter the function as a product, so they share
-   that step.
+   derivative, and weight decay. This step falls as the number of steps: norms find their scale early and grow
+   as a power of that number at most. The norms of a region's layers enter the function as a product, so they
+   share it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathsgd.errors import PathError, check_state
 from pathsgd.graph.path_graph import PathGraph
 from pathsgd.graph.trace import Example
 from pathsgd.muon.block_table import BlockTable
+from pathsgd.muon.blocks import is_wide
 from pathsgd.muon.default_rate import DefaultRate
 from pathsgd.muon.orthogonalize import orthogonalize_all
 from pathsgd.muon.sharded import on_whole_blocks
@@ -43,10 +45,14 @@ from pathsgd.training.staleness import ModelTensors
 if TYPE_CHECKING:
     from pathsgd.muon.gpu.step import KernelStep
 
-FALL, POWER = 10, 0.25
-"""A step after t others is ``(1 + t / FALL) ** -POWER`` as long as the first."""
+FALL, POWER = 10, 1 / 3
+"""A step after t others turns ``(1 + t / FALL) ** -POWER`` as far as the first, and grows by a factor of
+``1 / (1 + t / FALL)`` less: norms that grow later fit noise."""
 REACH = 10
 """Momentum is an average over ``2 + t / REACH`` steps after t others, and ``1 / (1 - momentum)`` at most."""
+FARTHER = 2.5
+"""Of an orthogonalised direction the root mean square is 1, of Adam's less, since gradients are noisy: in it
+matrices go this much farther."""
 GROWTH_BETAS = (0.9, 0.99)
 NOISE = 2.0**10
 """Gradients below this many units in the last place are taken for rounding errors. Before a batch norm
@@ -72,14 +78,15 @@ class BalancedMuon(Optimizer):
         example_input: a tensor, a tuple of inputs or a dict of keyword inputs of the model; only shapes
             matter. May be left out: the model is then traced from the first batch it sees.
         lr: the angle of the first step, in radians; of the other parameters, the step relative to their size.
-            Later steps are shorter by the fourth root of their number. By default 0.09; if there is no
+            Later steps are shorter by the third root of their number. By default 0.09; if there is no
             schedule, it falls after 30 steps.
         momentum: momentum factor of what is orthogonalised, after the first steps.
         nesterov: Nesterov momentum.
         betas: decay rates of Adam's running averages.
         eps: added to Adam's denominator.
-        weight_decay: decoupled decay of the norms of matrices and kernels, shared like their growth.
-        growth: how fast norms may grow, in units of ``lr``. 0 keeps all norms, but for the decay.
+        weight_decay: decoupled decay of the norms of matrices and kernels, shared and falling like growth.
+        growth: how fast norms may grow at first, in units of ``lr``; it falls as the number of steps. 0 keeps
+            all norms, but for the decay.
         graph: the graph of the model, if it was traced before.
         batch_dim: the batch axis of the inputs, see :func:`pathsgd.trace`.
 
@@ -108,8 +115,8 @@ class BalancedMuon(Optimizer):
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-12,
-        weight_decay: float = 0.1,
-        growth: float = 1.0,
+        weight_decay: float = 0.25,
+        growth: float = 2.5,
         graph: PathGraph | None = None,
         batch_dim: int | None = 0,
     ) -> None:
@@ -287,6 +294,7 @@ class RelativeStep:
 
     def __init__(self, table: BlockTable, state: MutableMapping[Tensor, Any]) -> None:
         self.table, self.state = table, state
+        self.farther = table.put([FARTHER if is_wide(block.shape) else 1.0 for block in table.blocks])
         self.growth = table.put([0.0] * 3 * len(table.blocks)).view(3, -1)
         for k, p in enumerate(table.moved):
             if p.dtype == torch.float16:
@@ -382,19 +390,19 @@ class RelativeStep:
         norms, gradients = products[:2].sqrt()
         along, across, square = products[2:]
         first, second, steps = self.growth
-        lr = self.table.find_option("lr") * (1 + steps / FALL) ** -POWER
+        lr, late = self.table.find_option("lr"), 1 + steps / FALL
+        angle, pace = lr * late**-POWER, lr / late
         steps += 1
         correction = (1 - self.table.find_option("betas", 1) ** steps).sqrt() / (
             1 - self.table.find_option("betas", 0) ** steps
         )
-        # Orthogonalised directions have root mean square 1, as Adam's have about.
         scale = torch.where(
             self.table.is_orthogonal,
             (self.table.numel / torch.where(square > 0, square, 1)).sqrt(),
-            correction,
+            correction * self.farther,
         )
         size, turns = self.table.sizes.measure(norms)
-        length = lr * size * scale
+        length = angle * size * scale
         length = torch.where(self.table.sizes.find_noise(gradients, NOISE * eps), 0, length)
         moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
         # Adam on the logarithm of the norm.
@@ -404,7 +412,7 @@ class RelativeStep:
         root = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
         ascent = mean / torch.where(root > 0, root, 1)
         shrinking = self.table.find_option("growth") * ascent + self.table.find_option("weight_decay")
-        growth = torch.exp(-lr * self.table.shares * shrinking)
+        growth = torch.exp(-pace * self.table.shares * shrinking)
         turns = turns & (moved > 0)
         return length, torch.where(turns, growth * norms / torch.where(turns, moved, 1), 1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -157,6 +157,11 @@ def find_depths(graph: PathGraph) -> dict[int, float]:
     return deepest
 
 
+def is_wide(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape is more than a vector."""
+    return sum(n > 1 for n in shape) > 1
+
+
 def _info(graph: PathGraph, part: Part) -> ParameterInfo:
     parameter = part.operation.weight.parameter
     assert parameter is not None
@@ -165,7 +170,7 @@ def _info(graph: PathGraph, part: Part) -> ParameterInfo:
 
 def _whole(info: ParameterInfo, units: UnitClasses, part: Part | None, output: bool) -> Block:
     shape = tuple(info.shape)
-    wide = sum(n > 1 for n in shape) >= 2
+    wide = is_wide(shape)
     weighted = "weight" in info.roles if part is None else isinstance(part.operation, (Linear, Conv))
     operation = None if part is None else part.operation
     depthwise = isinstance(operation, Conv) and operation.is_depthwise
