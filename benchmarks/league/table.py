@@ -65,6 +65,7 @@ def render_seeds(records: Records, networks: Sequence[str]) -> str:
         if len(ours) < 2 or not rivals:
             continue
         best = min(rivals, key=lambda method: statistics.fmean(rivals[method].values()))
+        ours = {seed: ours[seed] for seed in ours.keys() & rivals[best].keys()}
         ratio, interval = compare(ours, rivals[best])
         verdict = next(word for word, most in VERDICTS if ratio <= most)
         counts[verdict] += 1
