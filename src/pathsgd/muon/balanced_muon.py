@@ -407,11 +407,13 @@ class RelativeStep:
         moved = (products[0] - 2 * length * across + length.square() * square).clamp(min=0).sqrt()
         # Adam on the logarithm of the norm.
         first.lerp_(along, 1 - GROWTH_BETAS[0])
-        second.lerp_(along.square() + (NOISE * eps * gradients).square(), 1 - GROWTH_BETAS[1])
+        speed = self.table.find_option("growth")
+        noise = speed * NOISE * eps * gradients  # moves norms by as little, however fast they grow
+        second.lerp_(along.square() + noise.square(), 1 - GROWTH_BETAS[1])
         mean = first / (1 - GROWTH_BETAS[0] ** steps)
         root = (second / (1 - GROWTH_BETAS[1] ** steps)).sqrt()
         ascent = mean / torch.where(root > 0, root, 1)
-        shrinking = self.table.find_option("growth") * ascent + self.table.find_option("weight_decay")
+        shrinking = speed * ascent + self.table.find_option("weight_decay")
         growth = torch.exp(-pace * self.table.shares * shrinking)
         turns = turns & (moved > 0)
         return length, torch.where(turns, growth * norms / torch.where(turns, moved, 1), 1)
